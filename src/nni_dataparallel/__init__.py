@@ -1,0 +1,53 @@
+"""NNI's compressors under ``torch.nn.DataParallel``: the same numbers as on one device.
+
+Three ways in, see the README:
+
+* ``import nni_dataparallel.auto``: stock NNI is repaired in place;
+* ``from nni_dataparallel import QAT_Quantizer``: a repaired subclass, stock NNI untouched;
+* ``python -m nni_dataparallel run train.py``: no line of the script changes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, List
+
+from .api import is_patched, patch, patch_map, patched, unpatch
+from .fixes import NOT_YET, QUANTIZERS, UnsupportedRelease
+from .patching import PatchError, PatchWarning
+from .rehearsal import rehearse
+
+if TYPE_CHECKING:
+    QAT_Quantizer: Any
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PatchError",
+    "PatchWarning",
+    "QAT_Quantizer",
+    "UnsupportedRelease",
+    "is_patched",
+    "patch",
+    "patch_map",
+    "patched",
+    "rehearse",
+    "unpatch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in QUANTIZERS:
+        from .subclasses import quantizer
+
+        return quantizer(name)
+    if name in NOT_YET:
+        # ImportError, since `from ... import` replaces the text of an AttributeError.
+        raise ImportError(
+            f"nni_dataparallel {__version__} has no fixed {name} (NNI {NOT_YET[name]} ships a stock one). "
+            f"Available here: {', '.join(QUANTIZERS)}."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> List[str]:
+    return sorted(__all__)

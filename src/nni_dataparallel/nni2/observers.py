@@ -1,0 +1,65 @@
+"""What an observer sees: the whole batch's range, merged before the moving average."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from .. import replicas
+from ..statistics import batch_range, moving_average
+
+__all__ = ["merged_range", "track"]
+
+
+def merged_range(
+    x: Tensor, wrapper: Any, slot: str, dims: Optional[Sequence[int]] = None
+) -> Tuple[Tensor, Tensor]:
+    """Range of the whole batch, of which ``x`` is this replica's shard: one collective for both ends."""
+    low, high = batch_range(x, dims)
+    if replicas.size() == 1:
+        return low, high
+    ends = replicas.all_reduce(torch.stack((-low, high)), "max", wrapper, slot)
+    return -ends[0], ends[1]
+
+
+def track(
+    x: Tensor,
+    wrapper: Any,
+    slot: str,
+    names: Tuple[str, str],
+    decay: Union[float, Tensor],
+    first: bool = False,
+    average: bool = True,
+    dims: Optional[Sequence[int]] = None,
+) -> Tuple[Tensor, Tensor]:
+    """Update the tracked range ``names`` of ``wrapper.module`` with the batch and return it.
+
+    Parameters
+    ----------
+    first
+        Start the moving average at this batch's range.
+    average
+        False replaces the range instead of averaging it.
+
+    Returns
+    -------
+    (Tensor, Tensor)
+        The new range, in the shape of the buffers. A forward that recomputes activations inside
+        a backward has seen this batch before: the range stays as it is.
+    """
+    module = wrapper.module
+    tracked = tuple(module._buffers[name] for name in names)
+    if replicas.recomputing():
+        return tracked[0], tracked[1]
+    current = merged_range(x, wrapper, slot, dims)
+    updated = []
+    for name, old, new in zip(names, tracked, current):
+        new = new.reshape(old.shape) if new.numel() == old.numel() else new.expand(old.shape)
+        if average:
+            new = moving_average(new if first else old, new, decay)
+        # Assigned, not copied: backward may hold what the last forward left here.
+        setattr(module, name, new)
+        updated.append(new)
+    return updated[0], updated[1]

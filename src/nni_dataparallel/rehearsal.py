@@ -1,0 +1,63 @@
+"""``nn.DataParallel`` rehearsed on virtual devices: multi-device behaviour without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .virtual import VirtualDevice, virtual_devices
+
+__all__ = ["Rehearsal", "rehearse"]
+
+
+class Rehearsal(nn.DataParallel):
+    """``nn.DataParallel`` over virtual devices, made by :func:`rehearse`."""
+
+    def __init__(self, module: nn.Module, replicas: int, dim: int = 0, check: bool = True) -> None:
+        self._replicas, self._check = replicas, check
+        with virtual_devices(replicas, check=False):
+            super().__init__(module, device_ids=[VirtualDevice(i) for i in range(replicas)], dim=dim)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """``nn.DataParallel.forward``, with the inputs scattered to virtual devices."""
+        with virtual_devices(self._replicas, self._check):
+            return super().forward(*inputs, **kwargs)
+
+
+def rehearse(model: nn.Module, replicas: int = 2, dim: int = 0, check: bool = True) -> Rehearsal:
+    """Wrap ``model`` as ``nn.DataParallel`` would, on ``replicas`` virtual devices in CPU memory.
+
+    The forward, the replication and the worker threads are torch's own; only the device copies
+    and device selection below them are simulated. Use it to see on a laptop what a script will do
+    on several GPUs.
+
+    Parameters
+    ----------
+    model
+        Parameters and buffers on the CPU.
+    replicas
+        Number of virtual devices, at least 1.
+    dim
+        The batch dimension.
+    check
+        Raise where an operation in the forward mixes tensors of two virtual devices, as CUDA does
+        (torch >= 2.0; earlier versions run unchecked). The backward is not checked.
+
+    Returns
+    -------
+    Rehearsal
+        A subclass of :class:`torch.nn.DataParallel`.
+
+    Raises
+    ------
+    ValueError
+        When there is not at least one replica.
+    TypeError
+        When ``model`` is no module, or is wrapped for parallel use already.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"rehearse() takes a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise TypeError(f"the model is wrapped in {type(model).__name__} already: rehearse(model.module, replicas)")
+    return Rehearsal(model, replicas, dim, check)

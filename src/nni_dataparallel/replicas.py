@@ -1,0 +1,287 @@
+"""Which replica am I? Rank, size and collectives among the threads of one ``nn.DataParallel``.
+
+``nn.DataParallel`` and the functional ``data_parallel`` both go through ``replicate`` and
+``parallel_apply``. The two fixes below wrap these names only to tell each worker thread where it
+runs; the threads, the copies and the gathering stay torch's. Outside a worker thread every
+function here is the identity, so code that uses it needs no case for one device.
+
+The rendezvous needs no time-out: it fires as soon as every *live* replica waits in it. A replica
+that returns or raises is no longer live. If the live ones wait at different places (one of them
+skipped a layer), the earliest place goes on with those that are there.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Set, Tuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from .patching import Fix
+
+__all__ = ["FIXES", "Replica", "all_gather", "all_reduce", "current", "local", "rank", "recomputing", "size"]
+
+M = TypeVar("M", bound=Module)
+_OPERATIONS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "sum": torch.add,
+}
+
+
+class _Here(threading.local):
+    replica: Optional[Replica] = None
+
+
+_here = _Here()
+_networks: weakref.WeakKeyDictionary[Module, weakref.ref[Module]] = weakref.WeakKeyDictionary()
+
+
+def current() -> Optional[Replica]:
+    """The replica whose worker thread this is; None outside ``nn.DataParallel``."""
+    return _here.replica
+
+
+def rank() -> int:
+    """Index of this thread's replica, 0 outside ``nn.DataParallel``."""
+    return 0 if _here.replica is None else _here.replica.rank
+
+
+def size() -> int:
+    """Number of replicas of this forward, 1 outside ``nn.DataParallel``."""
+    return 1 if _here.replica is None else _here.replica.group.size
+
+
+def local(module: M) -> M:
+    """The copy of ``module`` that lives where this thread runs; itself outside a replica."""
+    return module if _here.replica is None else _here.replica.local(module)
+
+
+def recomputing() -> bool:
+    """Whether this forward runs inside a backward (activation checkpointing)."""
+    task = getattr(torch._C, "_current_graph_task_id", None)
+    return task is not None and task() != -1
+
+
+def all_reduce(tensor: Tensor, op: str, module: Module, slot: str) -> Tensor:
+    """Combine one tensor of every replica, elementwise.
+
+    Parameters
+    ----------
+    tensor
+        Same shape and dtype on every replica, on the replica's own device.
+    op
+        ``"max"``, ``"min"`` or ``"sum"`` (in the order of the ranks).
+    module, slot
+        Where the collective takes place: the module as this thread sees it, and a name within it.
+
+    Returns
+    -------
+    Tensor
+        The combined tensor on the caller's device; ``tensor`` itself where there is one replica.
+    """
+    parts = all_gather(tensor, module, slot)
+    combine = _OPERATIONS[op]
+    result = parts[0]
+    for part in parts[1:]:
+        result = combine(result, part)
+    return result
+
+
+def all_gather(tensor: Tensor, module: Module, slot: str) -> List[Tensor]:
+    """One tensor of every replica, in the order of the ranks, on the caller's device.
+
+    Parameters are those of :func:`all_reduce`; shapes may differ between replicas.
+    """
+    here = _here.replica
+    if here is None or here.group.size == 1:
+        return [tensor]
+    parcels = here.group.exchange(here.rank, here.place(module, slot), _Parcel(tensor.detach()))
+    return [tensor if r == here.rank else parcel.fetch(tensor) for r, parcel in parcels]
+
+
+class _Parcel:
+    """A tensor on its way to another thread, readable once its stream has produced it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.ready: Optional[torch.cuda.Event] = None
+        if tensor.is_cuda:
+            self.ready = torch.cuda.Event()
+            self.ready.record(torch.cuda.current_stream(tensor.device))
+
+    def fetch(self, mine: Tensor) -> Tensor:
+        if self.ready is not None:
+            # A copy between devices runs on the reader's stream of the source device: that one has
+            # to wait for the producer, and the memory has to outlive the copy.
+            stream = torch.cuda.current_stream(self.tensor.device)
+            stream.wait_event(self.ready)
+            self.tensor.record_stream(stream)  # type: ignore[arg-type]
+        copy = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device=mine.device)
+        return copy.copy_(self.tensor, non_blocking=True)
+
+
+class Replica:
+    """One worker thread of a parallel forward: its module, its rank, its group."""
+
+    def __init__(self, module: Module, network: Optional[Module], group: _Group, rank: int) -> None:
+        self.module = module
+        self.network = network
+        self.group = group
+        self.rank = rank
+        self._visits: Counter[Tuple[int, str]] = Counter()
+        self._positions: Optional[Dict[int, int]] = None
+        self._copies: Optional[Dict[int, Module]] = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outer = _here.replica
+        _here.replica = self
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            _here.replica = outer
+            self.group.leave(self.rank)
+
+    def position(self, module: Module) -> int:
+        """Index of a replica's module in ``modules()``, the same on every replica; -1 if foreign."""
+        if self._positions is None:
+            self._positions = {id(m): i for i, m in enumerate(self.module.modules())}
+        return self._positions.get(id(module), -1)
+
+    def place(self, module: Module, slot: str) -> Tuple[int, int, str]:
+        position = self.position(module)
+        visit = self._visits[(position, slot)]
+        self._visits[(position, slot)] = visit + 1
+        return visit, position, slot
+
+    def local(self, module: M) -> M:
+        """This replica's copy of the network's ``module``; ``module`` where there is none."""
+        if self._copies is None:
+            originals = self.network.modules() if self.network is not None else ()
+            self._copies = {id(o): c for o, c in zip(originals, self.module.modules())}
+        return self._copies.get(id(module), module)  # type: ignore[return-value]
+
+    def original(self, module: Module) -> Optional[Module]:
+        """The network's module that ``module`` is a copy of."""
+        position = self.position(module)
+        if self.network is None or position < 0:
+            return None
+        return next(m for i, m in enumerate(self.network.modules()) if i == position)
+
+
+class _Group:
+    """The replicas of one forward, and the place where they meet."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.updated: Dict[int, List[Tuple[int, Module]]] = {}
+        self._changed = threading.Condition()
+        self._live: Set[int] = set(range(size))
+        self._waiting: Dict[int, Tuple[Hashable, Any]] = {}
+        self._results: Dict[int, List[Tuple[int, Any]]] = {}
+
+    def exchange(self, rank: int, place: Hashable, value: Any) -> List[Tuple[int, Any]]:
+        with self._changed:
+            self._waiting[rank] = (place, value)
+            self._release()
+            while rank not in self._results:
+                self._changed.wait()
+            return self._results.pop(rank)
+
+    def leave(self, rank: int) -> None:
+        with self._changed:
+            self._live.discard(rank)
+            self._release()
+
+    def _release(self) -> None:
+        if not self._waiting or self._live - set(self._waiting):
+            return
+        earliest = min(place for place, _ in self._waiting.values())  # type: ignore[type-var]
+        met = sorted(r for r, (place, _) in self._waiting.items() if place == earliest)
+        values = [(r, self._waiting.pop(r)[1]) for r in met]
+        for r in met:
+            self._results[r] = values
+        self._changed.notify_all()
+
+    def report(self, replica: Replica, module: Module) -> None:
+        """Note that ``module``'s buffers were updated on ``replica``."""
+        with self._changed:
+            self.updated.setdefault(replica.position(module), []).append((replica.rank, module))
+
+    def settle(self, network: Module) -> None:
+        """Give the network the updates of layers that replica 0 did not run itself.
+
+        Replica 0's buffers alias the network's. Where only other replicas ran a layer, their
+        (equal) state would die with them.
+        """
+        originals: Optional[List[Module]] = None
+        for position, reports in self.updated.items():
+            if position < 0 or any(r == 0 for r, _ in reports):
+                continue
+            originals = originals or list(network.modules())
+            source = min(reports, key=lambda report: report[0])[1]
+            with torch.no_grad():
+                for name, buffer in originals[position]._buffers.items():
+                    newer = source._buffers.get(name)
+                    if buffer is not None and newer is not None and newer.numel() == buffer.numel():
+                        buffer.copy_(newer.detach().reshape(buffer.shape))
+
+
+def _replicate(stock: Callable[..., List[Module]], network: Module, *args: Any, **kwargs: Any) -> List[Module]:
+    copies = stock(network, *args, **kwargs)
+    for copy in copies:
+        _networks[copy] = weakref.ref(network)
+    return copies
+
+
+def _parallel_apply(
+    stock: Callable[..., List[Any]],
+    modules: Sequence[Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Optional[Sequence[Dict[str, Any]]] = None,
+    devices: Optional[Sequence[Any]] = None,
+) -> List[Any]:
+    if not all(getattr(module, "_is_replica", False) for module in modules):
+        # Different models side by side (an ensemble) have nothing to merge.
+        return stock(modules, inputs, kwargs_tup, devices)
+    references = [_networks.get(module) for module in modules]
+    networks = [None if reference is None else reference() for reference in references]
+    network = networks[0] if networks and all(n is networks[0] for n in networks) else None
+    group = _Group(len(modules))
+    if devices is None:
+        for index, given in enumerate(inputs):
+            if _first_tensor(given) is None:
+                group.leave(index)  # torch gives up on such a replica before it calls the module
+    workers = [Replica(module, network, group, i) for i, module in enumerate(modules)]
+    outputs = stock(workers, inputs, kwargs_tup, devices)
+    if network is not None:
+        group.settle(network)
+    return outputs
+
+
+def _first_tensor(obj: Any) -> Optional[Tensor]:
+    from torch.nn.parallel.parallel_apply import get_a_var
+
+    return get_a_var(obj)
+
+
+_MODULES = ("torch.nn.parallel.data_parallel", "torch.nn.parallel")
+
+FIXES: Tuple[Fix, ...] = tuple(
+    Fix(
+        name=f"{function} in {module}",
+        target=f"{module}:{function}",
+        fix=fix,
+        reason=reason,
+        expects=expects,
+    )
+    for module in _MODULES
+    for function, fix, reason, expects in (
+        ("replicate", _replicate, "replicas do not know which network they copy", ("network", "devices")),
+        ("parallel_apply", _parallel_apply, "worker threads do not know their replica", ("modules", "inputs")),
+    )
+)

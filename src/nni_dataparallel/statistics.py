@@ -1,0 +1,94 @@
+"""Ranges, moving averages, scales and zero points: pure tensor functions.
+
+Every formula is the one of Jacob et al., "Quantization and Training of Neural Networks for
+Efficient Integer-Arithmetic-Only Inference" (CVPR 2018), in the order of operations that NNI
+uses, so that results on one device are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import Optional, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor
+
+__all__ = ["batch_range", "fake_quantize", "moving_average", "qparams"]
+
+_ONE_PASS = (torch.float32, torch.float64)
+
+
+def batch_range(x: Tensor, dims: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tensor]:
+    """Smallest and largest value of ``x``.
+
+    Parameters
+    ----------
+    x
+        Any shape, not empty.
+    dims
+        The dimensions to reduce (kept with size 1); None reduces all of them to a 0-dim tensor.
+
+    Returns
+    -------
+    (Tensor, Tensor)
+        ``(min, max)``, dtype and device of ``x``; NaN where ``x`` holds one.
+    """
+    if dims is not None:
+        return torch.amin(x, list(dims), keepdim=True), torch.amax(x, list(dims), keepdim=True)
+    if x.dtype in _ONE_PASS:
+        low, high = torch.aminmax(x)  # one pass over the tensor where min() and max() take two
+        return low, high
+    return torch.min(x), torch.max(x)
+
+
+def moving_average(average: Tensor, value: Tensor, decay: Union[float, Tensor]) -> Tensor:
+    """``average * decay + (1 - decay) * value``, as a fresh tensor."""
+    return average * decay + (1 - decay) * value
+
+
+def qparams(
+    low: Tensor,
+    high: Tensor,
+    qmin: int,
+    qmax: int,
+    span: Union[float, Tensor],
+    symmetric: bool = False,
+    middle: int = 0,
+) -> Tuple[Tensor, Tensor]:
+    """Scale and zero point of the range ``[low, high]``, widened to contain 0.
+
+    Parameters
+    ----------
+    low, high
+        Same shape, float.
+    qmin, qmax
+        Smallest and largest quantised value.
+    span
+        ``qmax - qmin`` as the float or tensor to divide by. NNI's two lines differ here, and on
+        CUDA the division by a Python number rounds otherwise than that by a tensor.
+    symmetric
+        Scale from the larger absolute value; the zero point is then ``middle``.
+
+    Returns
+    -------
+    (Tensor, Tensor)
+        ``(scale, zero_point)``, shape and dtype of ``low`` and ``high``. A range of width 0 gives
+        the smallest usable scale instead of 0, which would divide by zero (nni#3084, nni#4443).
+    """
+    low = torch.clamp(low, max=0)
+    high = torch.clamp(high, min=0)
+    if symmetric:
+        scale = torch.max(low.abs(), high.abs()) / (span / 2)
+    else:
+        scale = (high - low) / span
+    scale = scale.masked_fill(scale == 0, torch.finfo(scale.dtype).eps)
+    if symmetric:
+        zero_point = torch.full_like(scale, middle)
+    else:
+        zero_point = (qmin - torch.round(low / scale)).clamp_(qmin, qmax)
+    return scale, zero_point
+
+
+def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
+    """Round ``x`` to the grid of ``scale`` and ``zero_point`` and come back; a fresh tensor."""
+    quantised = (x / scale).add_(zero_point).clamp_(qmin, qmax).round_()
+    return quantised.sub_(zero_point).mul_(scale)

@@ -1,0 +1,27 @@
+"""Shared fixtures: the release under test, and stock NNI before and after every test."""
+
+from __future__ import annotations
+
+import logging
+from typing import Iterator
+
+import pytest
+
+from nni_dataparallel import api, fixes
+
+logging.getLogger("nni").setLevel(logging.ERROR)
+RELEASE = fixes.installed_release()
+
+
+@pytest.fixture(autouse=True)
+def stock_nni() -> Iterator[None]:
+    """No test sees another one's patch."""
+    api.unpatch()
+    yield
+    api.unpatch()
+
+
+@pytest.fixture
+def release() -> str:
+    """The installed NNI release."""
+    return RELEASE

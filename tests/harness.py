@@ -1,0 +1,250 @@
+"""Train a QAT case, take down everything the contract speaks of, and compare two such records.
+
+The reference is always stock NNI on one device with the whole batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+from cases import Case
+from torch import Tensor, nn
+
+from nni_dataparallel import patched, rehearse
+
+# What a layer computes for one sample must not depend on how many others are in the batch: "the same
+# activations" is what the contract promises exact ranges for. oneDNN picks other kernels for other sizes.
+torch.backends.mkldnn.enabled = False
+torch.set_num_threads(1)
+
+RTOL, ATOL = 2e-3, 2e-4  # after five steps, see the README; never wider
+BATCHES = (8, 7, 5, 2, 1)  # uneven shards, and batches smaller than the number of replicas
+LEARNING_RATE = 0.05
+
+
+class Linear(nn.Linear):
+    """A linear layer that sums each row by itself; matrix kernels change with the number of rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.unsqueeze(1) * self.weight).sum(-1) + self.bias
+
+
+class Net(nn.Module):
+    """Two convolutions and a linear layer; with batch norm for the folding cases."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 4, 3, bias=not norm)
+        self.bn1 = nn.BatchNorm2d(4) if norm else nn.Identity()
+        self.relu1 = nn.ReLU()
+        self.conv2 = nn.Conv2d(4, 6, 3)
+        self.bn2 = nn.BatchNorm2d(6) if norm else nn.Identity()
+        self.relu2 = nn.ReLU()
+        self.fc = Linear(6 * 4 * 4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu1(self.bn1(self.conv1(x)))
+        x = self.relu2(self.bn2(self.conv2(x)))
+        return self.fc(x.flatten(1))
+
+
+def data(sizes: Tuple[int, ...] = BATCHES, seed: int = 1) -> List[Tuple[Tensor, Tensor]]:
+    """Batches whose extreme values lie in the last shard: who sees only the first one is wrong."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for size in sizes:
+        x = torch.randn(size, 1, 8, 8, generator=generator)
+        x[-1] *= 3
+        batches.append((x, torch.randint(10, (size,), generator=generator)))
+    return batches
+
+
+def freeze_norms(model: nn.Module) -> None:
+    """BatchNorm's batch statistics stay torch's, per shard: out of the comparison."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+
+
+def make_net(case: Case, seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    net = Net(case.fold)
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.running_mean, -0.5, 0.5)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+    return net
+
+
+def make_quantizer(quantizer_class: Any, case: Case, net: nn.Module, optimizer: Any, release: str) -> Any:
+    modern = tuple(int(part) for part in release.split(".")[:2]) >= (2, 5)
+    arguments = {"dummy_input": torch.randn(1, 1, 8, 8)} if case.fold or modern else {}
+    quantizer = quantizer_class(net, copy.deepcopy(case.config), optimizer, **arguments)
+    quantizer.compress()
+    return quantizer
+
+
+def stock_class() -> Any:
+    from nni.algorithms.compression.pytorch.quantization import QAT_Quantizer
+
+    return QAT_Quantizer
+
+
+@dataclass
+class Record:
+    """What a training run left: everything the contract compares."""
+
+    losses: List[float] = field(default_factory=list)
+    first: Dict[str, Tensor] = field(default_factory=dict)
+    state: Dict[str, Tensor] = field(default_factory=dict)
+    evaluation: Optional[Tensor] = None
+    export: Dict[str, Tensor] = field(default_factory=dict)
+    calibration: Dict[str, Any] = field(default_factory=dict)
+    reloaded: Dict[str, Tensor] = field(default_factory=dict)
+    cannot_export: str = ""
+
+
+def snapshot(model: nn.Module) -> Dict[str, Tensor]:
+    return {name: t.detach().clone() for name, t in model.state_dict().items()}
+
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def one_device(model: nn.Module) -> nn.Module:
+    return model
+
+
+def replicated(count: int, check: bool = True) -> Wrap:
+    return lambda model: rehearse(model, count, check=check)
+
+
+def start_training(quantizer_class: Any, case: Case, release: str, lr: float = LEARNING_RATE) -> Tuple[Net, Any, Any]:
+    net = make_net(case)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
+    return net, optimizer, make_quantizer(quantizer_class, case, net, optimizer, release)
+
+
+def step(model: nn.Module, optimizer: Any, batch: Tuple[Tensor, Tensor]) -> float:
+    x, target = batch
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), target)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def train(
+    quantizer_class: Any,
+    case: Case,
+    release: str,
+    wrap: Wrap = one_device,
+    lr: float = LEARNING_RATE,
+    resume: Optional[Resume] = None,
+) -> Record:
+    """Five steps (those after ``resume``), an evaluation, an export and its reload."""
+    net, optimizer, quantizer = start_training(quantizer_class, case, release, lr)
+    model = wrap(net)
+    record = Record()
+    if resume is not None:
+        net.load_state_dict(resume.model)
+        optimizer.load_state_dict(resume.optimizer)
+        record.losses, record.first = list(resume.losses), resume.first
+    model.train()
+    freeze_norms(model)
+    for batch in data()[len(record.losses) :]:
+        record.losses.append(step(model, optimizer, batch))
+        if not record.first:
+            record.first = {k: t for k, t in snapshot(net).items() if "tracked" in k}
+    record.state = snapshot(net)
+    finish(record, quantizer_class, quantizer, net, model, case, release)
+    return record
+
+
+@dataclass
+class Resume:
+    """Where a run stands after some steps."""
+
+    model: Dict[str, Tensor]
+    optimizer: Dict[str, Any]
+    losses: List[float]
+    first: Dict[str, Tensor]
+
+
+def warm_up(quantizer_class: Any, case: Case, release: str) -> Resume:
+    """The steps of ``case`` before its ``quant_start_step``, on one device."""
+    net, optimizer, _ = start_training(quantizer_class, case, release)
+    net.train()
+    losses, first = [], {}
+    for batch in data()[: case.start - 1]:
+        losses.append(step(net, optimizer, batch))
+        first = first or {k: t for k, t in snapshot(net).items() if "tracked" in k}
+    return Resume(snapshot(net), copy.deepcopy(optimizer.state_dict()), losses, first)
+
+
+def reference(case: Case, release: str) -> Record:
+    """Stock NNI on one device.
+
+    Before ``quant_start_step`` stock masks gradients by a scale that does not exist yet. There the
+    reference takes the (separately tested) repaired steps and goes on with stock NNI.
+    """
+    if not case.start:
+        return train(stock_class(), case, release)
+    with patched():
+        resume = warm_up(stock_class(), case, release)
+    return train(stock_class(), case, release, resume=resume)
+
+
+def finish(record: Record, quantizer_class: Any, quantizer: Any, net: Any, model: Any, case: Case, release: str) -> None:
+    """Evaluate, export, and load the export back into a fresh quantizer."""
+    model.eval()
+    with torch.no_grad():
+        record.evaluation = model(data((6,), seed=2)[0][0])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.pth"
+        try:
+            record.calibration = quantizer.export_model(str(path), str(Path(folder) / "calibration.pth"))
+        except (NotImplementedError, AttributeError, ValueError, RuntimeError) as error:
+            # 2.0 and 2.1 have no export; stock cannot export a per-channel range.
+            record.cannot_export = f"{type(error).__name__}: {error}"
+            return
+        record.export = torch.load(path)
+    if hasattr(quantizer, "load_calibration_config"):
+        fresh_net, _, fresh = start_training(quantizer_class, case, release)
+        fresh.load_calibration_config(record.calibration)
+        record.reloaded = {k: t for k, t in snapshot(fresh_net).items() if "tracked" in k}
+
+
+def _differs(name: str, a: Any, b: Any, rtol: float, atol: float) -> List[str]:
+    if isinstance(a, dict):
+        if set(a) != set(b):
+            return [f"{name}: keys {sorted(set(a) ^ set(b))} on one side only"]
+        return [line for key in a for line in _differs(f"{name}[{key}]", a[key], b[key], rtol, atol)]
+    a, b = (torch.as_tensor(v).detach().double() for v in (a, b))
+    if a.numel() != b.numel():
+        return [f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)}"]
+    # Stock's rebound ranges drift to shape []; ours keep the shape at construction.
+    a, b = a.flatten(), b.flatten()
+    if not torch.isfinite(b).all():
+        return [f"{name}: not finite"]
+    if torch.allclose(a, b, rtol=rtol, atol=atol) if rtol or atol else torch.equal(a, b):
+        return []
+    return [f"{name}: off by {(a - b).abs().max().item():.3g}"]
+
+
+def differences(reference: Record, record: Record, exact: bool = False) -> List[str]:
+    """In words, what of ``record`` is not what the reference says; empty where all is equal."""
+    rtol, atol = (0.0, 0.0) if exact else (RTOL, ATOL)
+    lines = _differs("range after the first step", reference.first, record.first, 0.0, 0.0)
+    exported = () if reference.cannot_export else ("export", "calibration", "reloaded")
+    for name in ("state", *exported):
+        lines += _differs(name, getattr(reference, name), getattr(record, name), rtol, atol)
+    lines += _differs("loss per step", reference.losses, record.losses, rtol, atol)
+    lines += _differs("evaluation", reference.evaluation, record.evaluation, rtol, atol)
+    return lines

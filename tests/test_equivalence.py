@@ -1,0 +1,202 @@
+"""Step-equivalence: n replicas leave what one device leaves on the whole batch.
+
+Runs on whichever NNI release is importable; ``tests/matrix.py`` runs it on all of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Dict, Iterator
+
+import pytest
+import torch
+from cases import Case, cases_for
+from conftest import RELEASE
+from harness import (
+    Record,
+    data,
+    differences,
+    freeze_norms,
+    make_net,
+    one_device,
+    reference,
+    replicated,
+    snapshot,
+    start_training,
+    step,
+    stock_class,
+    train,
+    warm_up,
+)
+from torch import nn
+
+import nni_dataparallel
+from nni_dataparallel import is_patched, patched
+
+CASES = cases_for(RELEASE)
+STARTING = [case for case in CASES if case.start]
+REPLICAS = (2, 3, 4)
+
+pytestmark = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no QAT_Quantizer")
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+each_count = pytest.mark.parametrize("replicas", REPLICAS)
+
+
+@pytest.fixture(scope="module")
+def references() -> Dict[Case, Record]:
+    """Stock NNI on one device, per case."""
+    return {}
+
+
+@pytest.fixture
+def on_one_device(case: Case, references: Dict[Case, Record]) -> Record:
+    if case not in references:
+        references[case] = reference(case, RELEASE)
+    return references[case]
+
+
+@pytest.fixture(params=["patched", "subclass"])
+def quantizer_class(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Both ways in: stock classes repaired in place, and the subclass with stock untouched."""
+    if request.param == "patched":
+        with patched():
+            yield stock_class()
+    else:
+        assert not is_patched()
+        yield nni_dataparallel.QAT_Quantizer
+        assert not is_patched()
+
+
+@each_case
+@each_count
+def test_replicas_equal_one_device(case: Case, replicas: int, quantizer_class: Any, on_one_device: Record) -> None:
+    """Loss per step, state_dict, evaluation under DataParallel, export, calibration: as stock on one device."""
+    record = train(quantizer_class, case, RELEASE, replicated(replicas))
+    assert differences(on_one_device, record) == []
+
+
+@each_case
+def test_one_device_is_stock_bit_for_bit(case: Case, quantizer_class: Any, on_one_device: Record) -> None:
+    """Where stock NNI was right nothing changes, not the last bit."""
+    record = train(quantizer_class, case, RELEASE, one_device)
+    assert differences(on_one_device, record, exact=True) == []
+
+
+@each_case
+@each_count
+@pytest.mark.xfail(reason="stock NNI under DataParallel: observer state and quantised weights are lost on replicas")
+def test_stock_replicas_equal_one_device(case: Case, replicas: int, on_one_device: Record) -> None:
+    """The fault this library exists for; the day it passes on stock, the fix is not needed any more."""
+    assert differences(on_one_device, train(stock_class(), case, RELEASE, replicated(replicas, check=False))) == []
+
+
+@each_case
+@pytest.mark.parametrize("count", [1, 3])
+def test_ranges_do_not_depend_on_gradients(case: Case, count: int, quantizer_class: Any) -> None:
+    """At learning rate 0 every activation is the same, and so is every tracked range, exactly."""
+    wrap = one_device if count == 1 else replicated(count)
+    stock = train(stock_class(), case, RELEASE, lr=0.0) if not is_patched() else None
+    if stock is None:
+        nni_dataparallel.unpatch()
+        stock = train(stock_class(), case, RELEASE, lr=0.0)
+        nni_dataparallel.patch()
+    record = train(quantizer_class, case, RELEASE, wrap, lr=0.0)
+    for name in (n for n in stock.state if "tracked" in n):
+        assert torch.equal(stock.state[name].flatten(), record.state[name].flatten()), name
+
+
+@pytest.mark.parametrize("case", STARTING, ids=lambda case: case.name)
+def test_warm_up_trains_the_float_model(case: Case, quantizer_class: Any) -> None:
+    """Before quant_start_step gradients reach old_weight: the same weights as without NNI."""
+    resume = warm_up(quantizer_class, case, RELEASE)
+    net = make_net(case)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    losses = [step(net, optimizer, batch) for batch in data()[: case.start - 1]]
+    assert losses == resume.losses
+    for name, parameter in net.named_parameters():
+        module, _, leaf = name.rpartition(".")
+        trained = resume.model.get(f"{module}.module.old_{leaf}", resume.model.get(f"{module}.module.{leaf}"))
+        assert torch.equal(parameter, trained), name
+
+
+@pytest.mark.parametrize("case", STARTING, ids=lambda case: case.name)
+@pytest.mark.skipif(RELEASE.startswith(("2.0", "2.1", "2.2", "2.3", "2.4")) and RELEASE != "2.10", reason="2.5 and later")
+@pytest.mark.xfail(reason="stock NNI zeroes every gradient of a quantised layer before quant_start_step", condition=True)
+def test_stock_warm_up_trains_the_float_model(case: Case) -> None:
+    """The fault that the repaired warm-up mends."""
+    if RELEASE in ("2.0", "2.1", "2.2", "2.3", "2.4"):
+        pytest.skip("these releases train the weight during the warm-up")
+    test_warm_up_trains_the_float_model(case, stock_class())
+
+
+@each_case
+@pytest.mark.parametrize("count", [1, 2])
+def test_buffers_keep_their_identity(case: Case, count: int, quantizer_class: Any) -> None:
+    """Every buffer is the same object before and after a forward, plain, detached, with storage of its own."""
+    net, optimizer, _ = start_training(quantizer_class, case, RELEASE)
+    model = one_device(net) if count == 1 else replicated(count)(net)
+    before = {name: (id(b), b.data_ptr()) for name, b in net.named_buffers()}
+    model.train()
+    freeze_norms(model)
+    for batch in data()[:4]:
+        step(model, optimizer, batch)
+    model.eval()
+    model(data()[0][0])
+    assert {name: (id(b), b.data_ptr()) for name, b in net.named_buffers()} == before
+    parameters = {p.data_ptr() for p in net.parameters()}
+    for name, buffer in net.named_buffers():
+        assert type(buffer) is torch.Tensor, name
+        assert buffer.is_leaf, name
+        assert not buffer.requires_grad, name
+        assert buffer.data_ptr() not in parameters, name
+
+
+@each_case
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_trained_weight_stays_the_parameter(case: Case, count: int, quantizer_class: Any) -> None:
+    """old_weight is the Parameter that gradients reach; weight holds the quantised weight after a forward."""
+    net, _, quantizer = start_training(quantizer_class, case, RELEASE)
+    model = one_device(net) if count == 1 else replicated(count)(net)
+    model.train()
+    freeze_norms(model)
+    model(data()[0][0]).sum().backward()
+    for wrapper in quantizer.get_modules_wrapper():
+        if "weight" not in wrapper.config["quant_types"]:
+            continue
+        assert isinstance(wrapper.module.old_weight, nn.Parameter)
+        assert wrapper.module.old_weight.grad is not None
+        assert wrapper.module.old_weight.grad.abs().sum() > 0
+        quantised = wrapper.module.weight
+        if not case.start and not case.fold:
+            bits = wrapper.config["quant_bits"]
+            levels = 2 ** (bits if isinstance(bits, int) else bits["weight"])
+            rows = quantised.flatten(1) if quantised.numel() > levels else quantised.flatten()[None]
+            assert all(row.unique().numel() <= levels for row in rows)
+            assert not torch.equal(quantised, wrapper.module.old_weight)
+
+
+def test_signatures_and_docstrings_survive(quantizer_class: Any) -> None:
+    """A repaired class shows the signature and the docstring of the stock one."""
+    from nni.algorithms.compression.pytorch.quantization import QAT_Quantizer
+
+    nni_dataparallel.unpatch()
+    expected = inspect.signature(QAT_Quantizer), QAT_Quantizer.__doc__, inspect.signature(QAT_Quantizer.quantize_weight)
+    with patched() if quantizer_class is QAT_Quantizer else patched():
+        assert (inspect.signature(quantizer_class), quantizer_class.__doc__, inspect.signature(quantizer_class.quantize_weight)) == expected
+
+
+@pytest.mark.skipif(RELEASE in ("2.0", "2.1", "2.2", "2.3", "2.4"), reason="per-channel schemes came with 2.5")
+def test_per_channel_ranges_are_exported(quantizer_class: Any) -> None:
+    """Where stock dies in float(), a per-channel range is exported as a list, and loads back."""
+    case = next(c for c in CASES if c.name == "per_channel_affine uint")
+    net, optimizer, quantizer = start_training(quantizer_class, case, RELEASE)
+    net.train()
+    step(net, optimizer, data()[0])
+    tracked = snapshot(net)["conv2.module.tracked_max_input"].flatten().tolist()
+    record = Record()
+    from harness import finish
+
+    finish(record, quantizer_class, quantizer, net, net, case, RELEASE)
+    assert record.cannot_export == ""
+    assert record.calibration["conv2"]["tracked_max_input"] == tracked
+    assert record.reloaded["conv2.module.tracked_max_input"].flatten().tolist() == tracked
