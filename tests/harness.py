@@ -53,6 +53,10 @@ class Net(nn.Module):
         return self.fc(x.flatten(1))
 
 
+# Precision of models and batches; see test_one_device_is_stock_in_double_precision.
+DTYPE: List[torch.dtype] = [torch.float32]
+
+
 def data(sizes: Tuple[int, ...] = BATCHES, seed: int = 1) -> List[Tuple[Tensor, Tensor]]:
     """Batches whose extreme values lie in the last shard: who sees only the first one is wrong."""
     generator = torch.Generator().manual_seed(seed)
@@ -60,7 +64,7 @@ def data(sizes: Tuple[int, ...] = BATCHES, seed: int = 1) -> List[Tuple[Tensor, 
     for size in sizes:
         x = torch.randn(size, 1, 8, 8, generator=generator)
         x[-1] *= 3
-        batches.append((x, torch.randint(10, (size,), generator=generator)))
+        batches.append((x.to(DTYPE[0]), torch.randint(10, (size,), generator=generator)))
     return batches
 
 
@@ -79,12 +83,12 @@ def make_net(case: Case, seed: int = 0) -> Net:
             nn.init.uniform_(module.running_mean, -0.5, 0.5)
             nn.init.uniform_(module.running_var, 0.5, 2.0)
             nn.init.uniform_(module.weight, 0.5, 1.5)
-    return net
+    return net.to(DTYPE[0])
 
 
 def make_quantizer(quantizer_class: Any, case: Case, net: nn.Module, optimizer: Any, release: str) -> Any:
     modern = tuple(int(part) for part in release.split(".")[:2]) >= (2, 5)
-    arguments = {"dummy_input": torch.randn(1, 1, 8, 8)} if case.fold or modern else {}
+    arguments = {"dummy_input": torch.randn(1, 1, 8, 8, dtype=DTYPE[0])} if case.fold or modern else {}
     quantizer = quantizer_class(net, copy.deepcopy(case.config), optimizer, **arguments)
     quantizer.compress()
     return quantizer

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, Dict, Iterator
 
+import harness
 import pytest
 import torch
 from cases import Case, cases_for
@@ -80,6 +81,23 @@ def test_one_device_is_stock_bit_for_bit(case: Case, quantizer_class: Any, on_on
     """Where stock NNI was right nothing changes, not the last bit."""
     record = train(quantizer_class, case, RELEASE, one_device)
     assert differences(on_one_device, record, exact=True) == []
+
+
+@each_case
+@pytest.mark.parametrize("count", [1, 3])
+def test_double_precision(case: Case, count: int, quantizer_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, where NNI's own buffers stay float32: one device bit for bit, replicas far closer than in float32."""
+    monkeypatch.setattr(harness, "DTYPE", [torch.float64])
+    was_patched = is_patched()
+    nni_dataparallel.unpatch()
+    expected = reference(case, RELEASE)
+    if was_patched:
+        nni_dataparallel.patch()
+    record = train(quantizer_class, case, RELEASE, one_device if count == 1 else replicated(count))
+    if count > 1:
+        monkeypatch.setattr(harness, "RTOL", 1e-6)
+        monkeypatch.setattr(harness, "ATOL", 1e-6)
+    assert differences(expected, record, exact=count == 1) == []
 
 
 @each_case

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Dict, List, Tuple
 
 from . import replicas
-from .nni2 import calibration, construction, qat, qat_legacy, steps, wrapping
+from .nni2 import calibration, construction, gradient, qat, qat_legacy, steps, wrapping
 from .patching import Fix, PatchError
 
 __all__ = ["FIXES", "QUANTIZERS", "RELEASES", "UnsupportedRelease", "installed_release", "rows_for"]
@@ -33,6 +33,7 @@ def _qat(releases: str, file: str, names: Dict[str, object]) -> Tuple[Fix, ...]:
         "step_with_optimizer": "the step counter is read from the device in every layer",
         "QATGrad.forward": "before quant_start_step gradients are masked by a scale that does not exist",
         "QATGrad.backward": "before quant_start_step gradients are masked by a scale that does not exist",
+        "QATGrad.quant_backward": "autograd's own gradient tensor is zeroed in place, in other branches too",
         "load_calibration_config": "ranges are replaced by CPU tensors of another shape",
         "export_model": "a per-channel range cannot be exported",
     }
@@ -42,6 +43,7 @@ def _qat(releases: str, file: str, names: Dict[str, object]) -> Tuple[Fix, ...]:
         "quantize_output": ("self", "output", "wrapper"),
         "QATGrad.forward": ("ctx", "tensor", "quant_type", "wrapper"),
         "QATGrad.backward": ("cls", "ctx", "grad_output"),
+        "QATGrad.quant_backward": ("tensor", "grad_output", "quant_type", "scale", "zero_point", "qmin", "qmax"),
         "load_calibration_config": ("self", "calibration_config"),
         "export_model": ("self", "model_path"),
     }
@@ -56,8 +58,9 @@ def _qat(releases: str, file: str, names: Dict[str, object]) -> Tuple[Fix, ...]:
 
 _GRADIENT: Dict[str, object] = {
     "step_with_optimizer": steps.step_with_optimizer,
-    "QATGrad.forward": steps.grad_forward,
-    "QATGrad.backward": steps.grad_backward,
+    "QATGrad.forward": gradient.forward,
+    "QATGrad.backward": gradient.backward,
+    "QATGrad.quant_backward": gradient.quant_backward,
 }
 _LEGACY_BIAS: Dict[str, object] = {"quantize_weight": qat_legacy.quantize_weight(with_bias=True)}
 _MODERN: Dict[str, object] = {

@@ -56,9 +56,11 @@ def track(
     current = merged_range(x, wrapper, slot, dims)
     updated = []
     for name, old, new in zip(names, tracked, current):
-        new = new.reshape(old.shape) if new.numel() == old.numel() else new.expand(old.shape)
         if average:
-            new = moving_average(new if first else old, new, decay)
+            # In the dtypes that NNI's own copies go through: first the buffer's, then the batch's.
+            start = new.to(old.dtype).expand(old.shape) if first else old
+            new = moving_average(start, new, decay)
+        new = new.to(old.dtype).expand(old.shape)
         # Assigned, not copied: backward may hold what the last forward left here.
         setattr(module, name, new)
         updated.append(new)

@@ -33,13 +33,17 @@ def _qparams(low: Tensor, high: Tensor, setting: Any) -> Tuple[Tensor, Tensor]:
 
 def _assign(module: Any, slot: str, scale: Tensor, zero_point: Tensor) -> None:
     for name, value in ((f"{slot}_scale", scale), (f"{slot}_zero_point", zero_point)):
-        setattr(module, name, value.reshape(module._buffers[name].shape))
+        buffer = module._buffers[name]
+        setattr(module, name, value.to(buffer.dtype).reshape(buffer.shape))
 
 
 def _with_stored(x: Tensor, module: Any, slot: str, qmin: int, qmax: int) -> Tensor:
     """Quantise with the stored scale; a scale of 0 was never set, then ``x`` stays what it is."""
-    scale = module._buffers[f"{slot}_scale"]
-    quantised = fake_quantize(x, scale, module._buffers[f"{slot}_zero_point"], qmin, qmax)
+    # Copies, for backward to keep: the buffers are written to by later forwards.
+    scale = module._buffers[f"{slot}_scale"].clone()
+    zero_point = module._buffers[f"{slot}_zero_point"].clone()
+    _assign(module, slot, scale, zero_point)
+    quantised = fake_quantize(x, scale, zero_point, qmin, qmax)
     return torch.where(scale == 0, x, quantised)
 
 

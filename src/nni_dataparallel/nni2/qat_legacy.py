@@ -26,13 +26,19 @@ def _bits(config: Any, slot: str) -> int:
 
 def _affine(low: Tensor, high: Tensor, bits: int) -> Tuple[Tensor, Tensor, int]:
     qmax = (1 << bits) - 1
-    low, high = low.reshape(-1), high.reshape(-1)
+    # NNI compares with torch.Tensor([0]), which makes it the default dtype whatever the model's is.
+    low, high = (end.to(torch.get_default_dtype()).reshape(1) for end in (low, high))
     scale, zero_point = qparams(low, high, 0, qmax, torch.full_like(low, float(qmax)))
     return scale, zero_point, qmax
 
 
 def _quantize(x: Tensor, module: Any, bits: int) -> Tensor:
     return fake_quantize(x, module.scale, module.zero_point, 0, (1 << bits) - 1)
+
+
+def _hold(module: Any) -> None:
+    """Let backward save copies of scale and zero point: the buffers are written to later."""
+    module.scale, module.zero_point = module.scale.clone(), module.zero_point.clone()
 
 
 def _note_bits(module: Any, name: str, bits: int) -> None:
@@ -60,6 +66,7 @@ def quantize_weight(with_bias: bool) -> Callable[..., Tensor]:
         if inputs is not None and INPUT[0] in module._buffers and (warm or wrapper.training):
             track(inputs, wrapper, "input", INPUT, module.ema_decay, average=not warm)
         if warm or not wrapper.training:
+            _hold(module)
             if getattr(wrapper, "bn_module", None) is None:
                 # Evaluation uses what the last training forward left in the buffer; a copy of it,
                 # because the next one writes into the buffer while backward may need this one.
@@ -93,11 +100,14 @@ def quantize_output(names: Tuple[str, str]) -> Callable[..., Tensor]:
         _note_bits(module, "activation_bit", bits)
         warm = warming_up(wrapper)
         if warm:
+            _hold(module)
             track(output, wrapper, "output", names, module.ema_decay, average=False)
             return output
         if wrapper.training:
             low, high = track(output, wrapper, "output", names, module.ema_decay)
             module.scale, module.zero_point, _ = _affine(low, high, bits)
+        else:
+            _hold(module)
         return _quantize(output, module, bits)
 
     return fix

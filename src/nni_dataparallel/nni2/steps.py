@@ -1,11 +1,7 @@
-"""The step counter, and what happens before ``quant_start_step``.
+"""The step counter: the buffer ``steps`` of the model.
 
-The counter is the buffer ``steps`` of the model. NNI reads it with ``int()`` in every layer,
-which on a GPU waits for the device each time. Here it is read once per change.
-
-Before ``quant_start_step`` nothing is quantised, so gradients pass straight through. NNI masks
-them with scales that do not exist yet: 2.5 - 2.10.1 divide by a scale of 0 and zero every
-gradient, so that a quantised layer does not train at all during its warm-up.
+NNI reads it with ``int()`` in every layer, which on a GPU waits for the device each time. Here it
+is read once per change.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from torch import Tensor
 
 from .wrapping import follow_parameters
 
-__all__ = ["grad_backward", "grad_forward", "read_steps", "step_with_optimizer", "warming_up"]
+__all__ = ["read_steps", "step_with_optimizer", "warming_up"]
 
 _read: weakref.WeakKeyDictionary[Any, Tuple[Any, int, int]] = weakref.WeakKeyDictionary()
 
@@ -51,17 +47,3 @@ def step_with_optimizer(stock: Callable[..., None], self: Any) -> None:
     for wrapper in self.get_modules_wrapper():
         if wrapper.config.get("quant_start_step", 0) > before:
             follow_parameters(wrapper)
-
-
-def grad_forward(stock: Callable[..., Any], ctx: Any, tensor: Tensor, quant_type: Any, wrapper: Any, *rest: Any) -> Any:
-    """``QATGrad.forward``: remember whether the tensor was quantised at all."""
-    output = stock(ctx, tensor, quant_type, wrapper, *rest)
-    ctx.straight_through = warming_up(wrapper)
-    return output
-
-
-def grad_backward(stock: Callable[..., Any], cls: Any, ctx: Any, grad_output: Tensor) -> Any:
-    """``QATGrad.backward``: what was not quantised has the identity's gradient."""
-    if ctx.straight_through:
-        return grad_output, None, None, None
-    return stock(cls, ctx, grad_output)

@@ -1,0 +1,245 @@
+"""The fix table's machinery, on targets of its own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+import warnings
+from typing import Any, Iterator
+
+import pytest
+from conftest import RELEASE
+
+import nni_dataparallel
+from nni_dataparallel import fixes, patching
+from nni_dataparallel.patching import Fix, PatchError, PatchWarning
+
+
+class Base:
+    """Stock class."""
+
+    def inherited(self, x: int) -> int:
+        """Add one."""
+        return x + 1
+
+
+class Stock(Base):
+    def method(self, x: int) -> int:
+        """Double."""
+        return 2 * x
+
+    @staticmethod
+    def static(x: int) -> int:
+        return 3 * x
+
+    @classmethod
+    def of_class(cls, x: int) -> Any:
+        return cls.__name__, x
+
+
+def times_ten(stock: Any, *args: Any, **kwargs: Any) -> Any:
+    result = stock(*args, **kwargs)
+    return (result[0], result[1] * 10) if isinstance(result, tuple) else result * 10
+
+
+@pytest.fixture
+def module() -> Iterator[types.ModuleType]:
+    made = types.ModuleType("stock_module")
+    made.Stock = Stock
+    made.function = lambda x: x
+    sys.modules["stock_module"] = made
+    yield made
+    del sys.modules["stock_module"]
+
+
+def row(path: str, **more: Any) -> Fix:
+    return Fix(path, f"stock_module:{path}", times_ten, "a test", **more)
+
+
+NAMES = ["method", "static", "of_class", "inherited"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_install_and_uninstall_restore_by_identity(module: Any, name: str) -> None:
+    """Every kind of attribute is replaced, called through, and restored as the very same object."""
+    before = dict(vars(Stock))
+    fix = row(f"Stock.{name}")
+    patching.install(fix, "test")
+    assert patching.is_live(fix)
+    expected = {"method": 40, "static": 60, "of_class": ("Stock", 20), "inherited": 30}[name]
+    assert getattr(Stock(), name)(2) == expected
+    patching.uninstall(fix, "test")
+    assert not patching.is_live(fix)
+    after = dict(vars(Stock))
+    assert before.keys() == after.keys()
+    assert all(before[key] is after[key] for key in before)
+
+
+def test_installing_twice_is_installing_once(module: Any) -> None:
+    """The fix is not applied on top of itself."""
+    fix = row("Stock.method")
+    for _ in range(2):
+        patching.install(fix, "test")
+    assert Stock().method(1) == 20
+    patching.uninstall(fix, "test")
+    assert Stock().method(1) == 2
+
+
+def test_a_fix_stays_for_its_other_holder(module: Any) -> None:
+    """Who else needs a fix keeps it in place."""
+    fix = row("function")
+    patching.install(fix, "one")
+    patching.install(fix, "two")
+    patching.uninstall(fix, "one")
+    assert module.function(1) == 10
+    patching.uninstall(fix, "two")
+    assert module.function(1) == 1
+
+
+def test_a_foreign_patch_on_top_is_left_alone(module: Any) -> None:
+    """Taking our fix back does not undo what others put over it; the user is told."""
+    fix = row("function")
+    patching.install(fix, "test")
+    module.function = foreign = lambda x: -x
+    with pytest.warns(PatchWarning, match="stock_module:function was replaced"):
+        patching.uninstall(fix, "test")
+    assert module.function is foreign
+
+
+def test_name_signature_and_wrapped_survive(module: Any) -> None:
+    """A fixed method looks like the stock one and leads to it."""
+    fix, stock = row("Stock.method"), Stock.method
+    patching.install(fix, "test")
+    try:
+        assert Stock.method.__name__ == "method"
+        assert Stock.method.__doc__ == "Double."
+        assert Stock.method.__wrapped__ is stock
+    finally:
+        patching.uninstall(fix, "test")
+
+
+@pytest.mark.parametrize(
+    ("fix", "text"),
+    [
+        (row("Stock.missing"), "does not exist"),
+        (row("Stock.method", expects=("self", "y")), r"takes \(self, x\), not \(self, y, ...\)"),
+        (Fix("gone", "no_such_module:f", times_ten, "a test"), "cannot be imported"),
+    ],
+    ids=["missing", "signature", "module"],
+)
+def test_a_target_that_does_not_fit_is_named_and_nothing_is_patched(module: Any, fix: Fix, text: str) -> None:
+    """The error names the row, the target and the remedy."""
+    with pytest.raises(PatchError, match=text):
+        patching.require([row("Stock.method"), fix])
+    assert Stock().method(1) == 2
+
+
+def test_every_row_of_the_table_is_unique_and_explained() -> None:
+    """Per release a target has one row, and every row says which fault it repairs."""
+    for release in fixes.covered_releases():
+        targets = [fix.target for fix in fixes.rows_for(release)]
+        assert len(targets) == len(set(targets))
+    assert all(len(fix.reason) > 20 for fix in fixes.FIXES)
+
+
+covered = pytest.mark.skipif(RELEASE not in fixes.covered_releases(), reason=f"NNI {RELEASE} is not covered")
+
+
+@covered
+def test_unpatch_leaves_every_class_as_it_was() -> None:
+    """patch(), twice, then unpatch(): each touched namespace has the same objects as before."""
+    rows = fixes.rows_for(RELEASE)
+    patching.require(rows)
+    owners = [patching._locate(fix)[0] for fix in rows]
+    before = [dict(vars(owner)) for owner in owners]
+    nni_dataparallel.patch()
+    nni_dataparallel.patch()
+    assert nni_dataparallel.is_patched()
+    assert nni_dataparallel.patch_map() == dict.fromkeys([fix.target for fix in rows], True)
+    nni_dataparallel.unpatch()
+    assert not nni_dataparallel.is_patched()
+    for owner, old in zip(owners, before):
+        new = dict(vars(owner))
+        assert new.keys() == old.keys(), owner
+        assert all(new[key] is old[key] for key in old), owner
+
+
+@covered
+def test_patched_is_a_context_manager_that_keeps_an_earlier_patch() -> None:
+    """Inside the block NNI is patched; outside it is what it was before, also after an exception."""
+    with pytest.raises(KeyError), nni_dataparallel.patched():
+        assert nni_dataparallel.is_patched()
+        raise KeyError
+    assert not nni_dataparallel.is_patched()
+    nni_dataparallel.patch()
+    with nni_dataparallel.patched():
+        pass
+    assert nni_dataparallel.is_patched()
+
+
+@covered
+def test_patch_map_reads_the_live_attributes() -> None:
+    """Somebody else's assignment shows, it is not remembered away."""
+    from nni.compression.pytorch.compressor import Quantizer
+
+    nni_dataparallel.patch()
+    ours = Quantizer._wrap_modules
+    Quantizer._wrap_modules = lambda *args: None
+    try:
+        assert not nni_dataparallel.is_patched()
+        assert not nni_dataparallel.patch_map()["nni.compression.pytorch.compressor:Quantizer._wrap_modules"]
+    finally:
+        Quantizer._wrap_modules = ours
+    assert nni_dataparallel.is_patched()
+
+
+@covered
+def test_a_changed_target_stops_patch_and_is_skipped_by_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An NNI of another shape: patch() raises and changes nothing, auto warns with the row's name."""
+    from nni.compression.pytorch.compressor import Quantizer
+
+    from nni_dataparallel import auto
+
+    nni_dataparallel.unpatch()
+    monkeypatch.setattr(Quantizer, "_wrap_modules", lambda self, other: None)
+    with pytest.raises(PatchError, match=r"Quantizer\._wrap_modules"):
+        nni_dataparallel.patch()
+    assert not any(nni_dataparallel.patch_map().values())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        auto._arm()
+    assert any("Quantizer._wrap_modules" in str(w.message) for w in caught)
+    assert sum(nni_dataparallel.patch_map().values()) == len(nni_dataparallel.patch_map()) - 1
+
+
+@covered
+def test_patching_from_many_threads_is_patching_once() -> None:
+    """A race for patch() and unpatch() ends with stock classes."""
+    rows = fixes.rows_for(RELEASE)
+    patching.require(rows)
+    owners = [patching._locate(fix)[0] for fix in rows]
+    before = [dict(vars(owner)) for owner in owners]
+
+    def work() -> None:
+        for _ in range(20):
+            nni_dataparallel.patch()
+            nni_dataparallel.unpatch()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    nni_dataparallel.unpatch()
+    assert all(vars(o).get(k) is v for o, old in zip(owners, before) for k, v in old.items())
+
+
+@pytest.mark.parametrize(
+    ("release", "text"),
+    [("2.99", "is unknown"), ("999.dev0", "is unknown"), ("3.0", "is not covered yet"), ("1.9", "is not covered yet")],
+)
+def test_an_unknown_or_uncovered_release_is_told_in_words(release: str, text: str) -> None:
+    """The error names the release, the covered ones and the remedy."""
+    with pytest.raises(nni_dataparallel.UnsupportedRelease, match=rf"NNI {release} {text}.*2\.10\.1.*pip install"):
+        fixes.rows_for(release)
