@@ -37,6 +37,7 @@ from nni_dataparallel import is_patched, patched
 CASES = cases_for(RELEASE)
 STARTING = [case for case in CASES if case.start]
 REPLICAS = (2, 3, 4)
+MODERN = RELEASE not in ("2.0", "2.1", "2.2", "2.3", "2.4")
 
 pytestmark = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no QAT_Quantizer")
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -138,12 +139,11 @@ def test_warm_up_trains_the_float_model(case: Case, quantizer_class: Any) -> Non
 
 
 @pytest.mark.parametrize("case", STARTING, ids=lambda case: case.name)
-@pytest.mark.skipif(RELEASE.startswith(("2.0", "2.1", "2.2", "2.3", "2.4")) and RELEASE != "2.10", reason="2.5 and later")
-@pytest.mark.xfail(reason="stock NNI zeroes every gradient of a quantised layer before quant_start_step", condition=True)
+@pytest.mark.xfail(reason="stock NNI zeroes every gradient of a quantised layer before quant_start_step")
 def test_stock_warm_up_trains_the_float_model(case: Case) -> None:
     """The fault that the repaired warm-up mends."""
-    if RELEASE in ("2.0", "2.1", "2.2", "2.3", "2.4"):
-        pytest.skip("these releases train the weight during the warm-up")
+    if not MODERN:
+        pytest.skip("these releases train the weights of this network during the warm-up")
     test_warm_up_trains_the_float_model(case, stock_class())
 
 
@@ -183,7 +183,9 @@ def test_the_trained_weight_stays_the_parameter(case: Case, count: int, quantize
             continue
         assert isinstance(wrapper.module.old_weight, nn.Parameter)
         assert wrapper.module.old_weight.grad is not None
-        assert wrapper.module.old_weight.grad.abs().sum() > 0
+        if MODERN or case.start or "output" not in wrapper.config["quant_types"]:
+            # Elsewhere the range of the first step is a hundredth of the batch's: everything is clamped.
+            assert wrapper.module.old_weight.grad.abs().sum() > 0
         quantised = wrapper.module.weight
         if not case.start and not case.fold:
             bits = wrapper.config["quant_bits"]
@@ -195,15 +197,17 @@ def test_the_trained_weight_stays_the_parameter(case: Case, count: int, quantize
 
 def test_signatures_and_docstrings_survive(quantizer_class: Any) -> None:
     """A repaired class shows the signature and the docstring of the stock one."""
-    from nni.algorithms.compression.pytorch.quantization import QAT_Quantizer
 
+    def look(cls: Any) -> Any:
+        methods = [cls.quantize_weight, cls.quantize_output, cls.step_with_optimizer]
+        return inspect.signature(cls), cls.__doc__, [(inspect.signature(m), m.__doc__, m.__name__) for m in methods]
+
+    found = look(quantizer_class)
     nni_dataparallel.unpatch()
-    expected = inspect.signature(QAT_Quantizer), QAT_Quantizer.__doc__, inspect.signature(QAT_Quantizer.quantize_weight)
-    with patched() if quantizer_class is QAT_Quantizer else patched():
-        assert (inspect.signature(quantizer_class), quantizer_class.__doc__, inspect.signature(quantizer_class.quantize_weight)) == expected
+    assert found == look(stock_class())
 
 
-@pytest.mark.skipif(RELEASE in ("2.0", "2.1", "2.2", "2.3", "2.4"), reason="per-channel schemes came with 2.5")
+@pytest.mark.skipif(not MODERN, reason="per-channel schemes came with 2.5")
 def test_per_channel_ranges_are_exported(quantizer_class: Any) -> None:
     """Where stock dies in float(), a per-channel range is exported as a list, and loads back."""
     case = next(c for c in CASES if c.name == "per_channel_affine uint")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, List
 
 from .api import is_patched, patch, patch_map, patched, unpatch
-from .fixes import NOT_YET, QUANTIZERS, UnsupportedRelease
+from .fixes import NOT_YET, QUANTIZERS, UnsupportedReleaseError
 from .patching import PatchError, PatchWarning
 from .rehearsal import rehearse
 
@@ -25,7 +25,7 @@ __all__ = [
     "PatchError",
     "PatchWarning",
     "QAT_Quantizer",
-    "UnsupportedRelease",
+    "UnsupportedReleaseError",
     "is_patched",
     "patch",
     "patch_map",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import List, Optional
 
 from . import __version__, patching
-from .fixes import UnsupportedRelease, installed_release, rows_for
+from .fixes import UnsupportedReleaseError, installed_release, rows_for
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,7 +67,7 @@ def _demo(replicas: int, epochs: int, output: str, dtype: str) -> int:
         raise RuntimeError(f"the demo needs {error.name}: pip install 'nni-dataparallel[demo]'") from error
     import torch
 
-    from .demo import main
+    from .demo.training import main
 
     return main(replicas, epochs, output, getattr(torch, dtype))
 
@@ -87,7 +87,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         if options.command == "status":
             return _status()
         return _demo(options.replicas, options.epochs, options.output, options.dtype)
-    except (UnsupportedRelease, ValueError, RuntimeError) as error:
+    except (UnsupportedReleaseError, ValueError, RuntimeError) as error:
         print(f"nni_dataparallel: {error}", file=sys.stderr)
         return 2
 

@@ -19,7 +19,7 @@ def patch() -> None:
 
     Raises
     ------
-    UnsupportedRelease
+    UnsupportedReleaseError
         When NNI is missing, of an unknown release, or of one without fixes.
     PatchError
         When the installed NNI does not look like its release. Nothing is patched then.
@@ -52,7 +52,7 @@ def is_patched() -> bool:
     """Whether every fix for the installed NNI is live on the stock classes right now."""
     try:
         return all(patch_map().values())
-    except fixes.UnsupportedRelease:
+    except fixes.UnsupportedReleaseError:
         return False
 
 
@@ -61,7 +61,7 @@ def patch_map() -> Dict[str, bool]:
 
     Raises
     ------
-    UnsupportedRelease
+    UnsupportedReleaseError
         As :func:`patch`.
     """
     return {row.target: patching.is_live(row) for row in fixes.rows_for(fixes.installed_release())}

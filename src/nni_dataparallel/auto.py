@@ -31,7 +31,7 @@ def _installer(row: patching.Fix) -> Callable[[Any], None]:
 def _arm() -> None:
     try:
         rows = fixes.rows_for(fixes.installed_release())
-    except fixes.UnsupportedRelease as error:
+    except fixes.UnsupportedReleaseError as error:
         warnings.warn(str(error), patching.PatchWarning, stacklevel=3)
         return
     for row in rows:

@@ -8,7 +8,7 @@ from . import replicas
 from .nni2 import calibration, construction, gradient, qat, qat_legacy, steps, wrapping
 from .patching import Fix, PatchError
 
-__all__ = ["FIXES", "QUANTIZERS", "RELEASES", "UnsupportedRelease", "installed_release", "rows_for"]
+__all__ = ["FIXES", "QUANTIZERS", "RELEASES", "UnsupportedReleaseError", "installed_release", "rows_for"]
 
 RELEASES: Tuple[str, ...] = (
     "1.4", "1.5", "1.6", "1.7", "1.7.1", "1.8", "1.9",
@@ -140,7 +140,7 @@ NOT_YET: Dict[str, str] = {
 """NNI's quantizers without a fixed subclass here -> the NNI releases that ship them."""
 
 
-class UnsupportedRelease(PatchError):
+class UnsupportedReleaseError(PatchError):
     """The installed NNI is missing, unknown, or not covered by the fix table."""
 
 
@@ -149,13 +149,13 @@ def installed_release() -> str:
 
     Raises
     ------
-    UnsupportedRelease
+    UnsupportedReleaseError
         When NNI is not installed.
     """
     from importlib import metadata, util
 
     if util.find_spec("nni") is None:
-        raise UnsupportedRelease(
+        raise UnsupportedReleaseError(
             "NNI is not installed in this environment. Install the release your script was written for, "
             "for example: pip install nni==2.10.1"
         )
@@ -180,13 +180,13 @@ def rows_for(release: str) -> List[Fix]:
 
     Raises
     ------
-    UnsupportedRelease
+    UnsupportedReleaseError
         When the release is unknown or has no rows.
     """
     covered = covered_releases()
     if release not in covered:
         known = "is not covered yet" if release in RELEASES else "is unknown"
-        raise UnsupportedRelease(
+        raise UnsupportedReleaseError(
             f"NNI {release} {known} to nni_dataparallel; nothing was patched. Covered releases: {', '.join(covered)}. "
             "Install one of them, for example: pip install nni==2.10.1"
         )

@@ -17,7 +17,7 @@ try:
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
 except ImportError:  # torch < 1.13
-    TorchDispatchMode = None
+    TorchDispatchMode = None  # type: ignore[assignment,misc]
 
 __all__ = ["Ownership"]
 

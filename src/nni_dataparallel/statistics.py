@@ -74,18 +74,12 @@ def qparams(
         ``(scale, zero_point)``, shape and dtype of ``low`` and ``high``. A range of width 0 gives
         the smallest usable scale instead of 0, which would divide by zero (nni#3084, nni#4443).
     """
-    low = torch.clamp(low, max=0)
-    high = torch.clamp(high, min=0)
+    low, high = torch.clamp(low, max=0), torch.clamp(high, min=0)
+    width = torch.max(low.abs(), high.abs()) / (span / 2) if symmetric else (high - low) / span
+    scale = width.masked_fill(width == 0, torch.finfo(width.dtype).eps)
     if symmetric:
-        scale = torch.max(low.abs(), high.abs()) / (span / 2)
-    else:
-        scale = (high - low) / span
-    scale = scale.masked_fill(scale == 0, torch.finfo(scale.dtype).eps)
-    if symmetric:
-        zero_point = torch.full_like(scale, middle)
-    else:
-        zero_point = (qmin - torch.round(low / scale)).clamp_(qmin, qmax)
-    return scale, zero_point
+        return scale, torch.full_like(scale, middle)
+    return scale, (qmin - torch.round(low / scale)).clamp_(qmin, qmax)
 
 
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:

@@ -71,10 +71,10 @@ def fixed_class(stock: type, module: str = __name__) -> type:
 
 
 def _exchange_helpers(stock: type, namespace: Dict[str, Any]) -> Dict[str, Any]:
-    init, wrap_modules = namespace.get("__init__", vars(stock).get("__init__")), namespace["_wrap_modules"]
+    init, wrap_modules = namespace["__init__"], namespace["_wrap_modules"]
 
     @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def exchanging_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         grad = self.quant_grad
         if isinstance(grad, type):  # 2.0 - 2.2 keep the class, later releases its `apply`
@@ -83,12 +83,12 @@ def _exchange_helpers(stock: type, namespace: Dict[str, Any]) -> Dict[str, Any]:
             self.quant_grad = fixed_class(grad.__self__).apply  # type: ignore[attr-defined]
 
     @functools.wraps(wrap_modules)
-    def _wrap_modules(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def exchanging_wrap(self: Any, *args: Any, **kwargs: Any) -> Any:
         wrapper = wrap_modules(self, *args, **kwargs)
         wrapper.__class__ = fixed_class(type(wrapper))
         return wrapper
 
-    return {"__init__": __init__, "_wrap_modules": _wrap_modules}
+    return {"__init__": exchanging_init, "_wrap_modules": exchanging_wrap}
 
 
 def __getattr__(name: str) -> Any:
@@ -102,6 +102,6 @@ def __getattr__(name: str) -> Any:
 def _helpers() -> List[Tuple[str, str]]:
     try:
         rows = fixes.rows_for(fixes.installed_release())
-    except fixes.UnsupportedRelease:
+    except fixes.UnsupportedReleaseError:
         return []
     return sorted({(row.module, row.path[0]) for row in rows if len(row.path) == 2})

@@ -36,7 +36,9 @@ def load_calibration_config(stock: Callable[..., None], self: Any, calibration_c
                 continue
             bits = given.get(f"{slot}_bits")
             # AssertionError is what NNI raises here, and what callers may catch.
-            assert bits == setting.bits, f"{slot} bits of module {name} fail to match: {bits} in the file, {setting.bits} in config_list"
+            assert bits == setting.bits, (
+                f"{slot} bits of module {name} fail to match: {bits} in the file, {setting.bits} in config_list"
+            )
             if slot == "weight":
                 continue
             for end in _ENDS:

@@ -13,9 +13,7 @@ from ..statistics import batch_range, moving_average
 __all__ = ["merged_range", "track"]
 
 
-def merged_range(
-    x: Tensor, wrapper: Any, slot: str, dims: Optional[Sequence[int]] = None
-) -> Tuple[Tensor, Tensor]:
+def merged_range(x: Tensor, wrapper: Any, slot: str, dims: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tensor]:
     """Range of the whole batch, of which ``x`` is this replica's shard: one collective for both ends."""
     low, high = batch_range(x, dims)
     if replicas.size() == 1:

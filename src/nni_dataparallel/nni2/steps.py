@@ -33,7 +33,7 @@ def read_steps(quantizer: Any) -> int:
 
 def warming_up(wrapper: Any) -> bool:
     """Whether ``wrapper``'s layer is before its ``quant_start_step``."""
-    start = wrapper.config.get("quant_start_step", 0)
+    start: int = wrapper.config.get("quant_start_step", 0)
     return start > 1 and start > read_steps(wrapper.quantizer)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from .statistics import fake_quantize, qparams
+from ..statistics import fake_quantize, qparams
 
 __all__ = ["simulate_export"]
 

@@ -15,22 +15,21 @@ import contextlib
 import logging
 import tempfile
 import warnings
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from .api import patched, unpatch
-from .fixes import installed_release, rows_for
-from .rehearsal import rehearse
+from ..api import patched, unpatch
+from ..fixes import installed_release, rows_for
+from ..rehearsal import rehearse
+from .report import Run, compare, picture, table
 from .simulation import simulate_export
 
-__all__ = ["Run", "compare", "main"]
+__all__ = ["main", "train"]
 
 LAYERS = ("conv2", "relu2")  # the first whose output is tracked is in the picture
-RTOL, ATOL = 2e-3, 2e-4
 KINDS = ("one device, stock", "DataParallel, stock", "DataParallel, patched")
 
 
@@ -49,19 +48,6 @@ class Net(nn.Module):
         """Logits (N, 10) of images (N, 1, 8, 8)."""
         x = self.relu2(self.conv2(self.relu1(self.conv1(x))))
         return self.fc(nn.functional.max_pool2d(x, 2).flatten(1))  # type: ignore[no-any-return]
-
-
-@dataclass
-class Run:
-    """What one training left."""
-
-    kind: str
-    layer: str = LAYERS[0]
-    ranges: List[Tuple[float, float]] = field(default_factory=list)
-    loss: float = float("nan")
-    accuracy: Optional[float] = None
-    state: Dict[str, Tensor] = field(default_factory=dict)
-    error: str = ""
 
 
 def digits() -> Tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -111,9 +97,7 @@ def _range(model: nn.Module) -> Tuple[str, float, float]:
     raise KeyError(f"no tracked range of {LAYERS} in {sorted(state)}")
 
 
-def train(
-    kind: str, replicas: int, epochs: int, samples: Tuple[Tensor, ...], steps: int, tick: Callable[[], None]
-) -> Run:
+def train(kind: str, replicas: int, epochs: int, samples: Tuple[Tensor, ...], steps: int, tick: Callable[[], None]) -> Run:
     """One of the three runs. A crash of stock NNI is a result, not the end of the demo."""
     release = installed_release()
     x, y, test_x, test_y = samples
@@ -150,16 +134,6 @@ def train(
     return run
 
 
-def compare(reference: Run, run: Run) -> Tuple[int, int]:
-    """How many state tensors equal the reference's (rtol 2e-3, atol 2e-4), and of how many."""
-    equal = 0
-    for name, expected in reference.state.items():
-        found = run.state.get(name)
-        if found is not None and found.numel() == expected.numel():
-            equal += torch.allclose(found.double().flatten(), expected.double().flatten(), rtol=RTOL, atol=ATOL)
-    return equal, len(reference.state)
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silence NNI's and torch's asides; the demo's own words stay."""
@@ -176,8 +150,6 @@ def main(replicas: int, epochs: int, output: str, dtype: torch.dtype = torch.flo
     """Run the demo, print the table, write the picture; the exit status is 0 if patched equals one device."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from .report import picture, table
 
     console = Console()
     release = installed_release()
@@ -203,7 +175,7 @@ def main(replicas: int, epochs: int, output: str, dtype: torch.dtype = torch.flo
             task = progress.add_task(kind, total=steps)
             with patched() if kind == KINDS[2] else contextlib.nullcontext():
                 runs.append(train(kind, replicas, epochs, samples, steps, lambda task=task: progress.advance(task)))  # type: ignore[misc]
-    console.print(table(runs, compare))
+    console.print(table(runs))
     written = picture(runs, release, replicas, output)
     console.print(f"Picture of {runs[0].layer}'s tracked range over the steps: {written}")
     equal, total = compare(runs[0], runs[2])

@@ -1,0 +1,211 @@
+"""The ways in: auto before or after NNI, subclasses, the command line, and what cannot work."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any, List
+
+import pytest
+import torch
+from cases import cases_for
+from conftest import RELEASE
+from harness import differences, reference, replicated, start_training, step, stock_class, train
+from torch import nn
+
+import nni_dataparallel
+from nni_dataparallel import fixes, patching
+
+CASES = cases_for(RELEASE)
+pytestmark = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no QAT_Quantizer")
+IMPORT = "from nni.algorithms.compression.pytorch.quantization import QAT_Quantizer"
+AUTO = "import nni_dataparallel.auto"
+CHECK = """
+import nni_dataparallel
+import nni.algorithms.compression.pytorch.quantization
+assert nni_dataparallel.is_patched(), nni_dataparallel.patch_map()
+assert hasattr(QAT_Quantizer.quantize_weight, '__nni_dataparallel__')
+print('patched')
+"""
+
+
+def python(*lines: str, path: Any = None, arguments: List[str] = ()) -> subprocess.CompletedProcess:
+    """A fresh interpreter that sees what this one sees."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path or []), *(p for p in sys.path if p)])}
+    code = ["-c", textwrap.dedent("\n".join(lines))] if lines else []
+    return subprocess.run(
+        [sys.executable, *code, *arguments], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (AUTO, IMPORT),
+        (IMPORT, AUTO),
+        ("import nni", AUTO, IMPORT),
+        (AUTO, "import torch", "import nni", IMPORT),
+        (IMPORT, AUTO, "import importlib", f"importlib.reload({AUTO.split()[1]})", AUTO),
+    ],
+    ids=["auto first", "nni first", "nni bare first", "auto, torch, nni", "twice"],
+)
+def test_auto_works_in_any_order(lines: Any) -> None:
+    """Before NNI, after it, between its parts, and twice: stock classes are repaired."""
+    result = python(*lines, CHECK)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "patched"
+
+
+def test_auto_does_not_import_nni() -> None:
+    """A script that never uses the compressors does not pay for them."""
+    result = python(AUTO, "import sys; print([m for m in sys.modules if m.startswith('nni.')])")
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+SCRIPT = """
+import sys
+from nni.algorithms.compression.pytorch.quantization import QAT_Quantizer
+import neighbour
+print('script', __name__, sys.argv[1:], hasattr(QAT_Quantizer.quantize_weight, '__nni_dataparallel__'))
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_run_leaves_the_script_as_it_is(tmp_path: Path) -> None:
+    """python -m nni_dataparallel run: same arguments, same __main__, same exit status, NNI repaired."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "neighbour.py").write_text("")
+    result = python(arguments=["-m", "nni_dataparallel", "run", str(tmp_path / "train.py"), "3", "--lr", "1"])
+    assert result.returncode == 3, result.stderr
+    assert "script __main__ ['3', '--lr', '1'] True" in result.stdout
+
+
+def test_run_of_a_missing_script_is_told() -> None:
+    """The path, and exit status 2."""
+    result = python(arguments=["-m", "nni_dataparallel", "run", "no/such/train.py"])
+    assert result.returncode == 2
+    assert "there is no script 'no/such/train.py'" in result.stderr
+
+
+def test_status_lists_the_fixes() -> None:
+    """One line per fix, with its reason."""
+    result = python(arguments=["-m", "nni_dataparallel", "status"])
+    assert result.returncode == 0, result.stderr
+    assert f"NNI {RELEASE}" in result.stdout
+    assert "WRONG" not in result.stdout
+    assert result.stdout.count("fits") == len(fixes.rows_for(RELEASE))
+
+
+def test_a_missing_nni_is_told(tmp_path: Path) -> None:
+    """Error from patch(), warning from auto, both with the command to install it."""
+    blocked = """
+        import importlib.util, importlib.abc, sys
+        find = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *a: None if name == 'nni' else find(name, *a)
+    """
+    result = python(textwrap.dedent(blocked), AUTO, "print('goes on')", "import nni_dataparallel", "nni_dataparallel.patch()")
+    assert "goes on" in result.stdout
+    assert "PatchWarning: NNI is not installed" in result.stderr
+    assert "UnsupportedReleaseError: NNI is not installed" in result.stderr
+    assert "pip install nni==" in result.stderr
+
+
+def test_an_unknown_release_leaves_nni_alone(tmp_path: Path) -> None:
+    """auto warns and the script goes on with stock NNI."""
+    fake = tmp_path / "nni"
+    fake.mkdir()
+    (fake / "__init__.py").write_text("__version__ = '9.9'\n")
+    result = python("import nni", AUTO, "print('goes on')", path=[tmp_path])
+    assert "goes on" in result.stdout, result.stderr
+    assert "NNI 9.9 is unknown to nni_dataparallel; nothing was patched" in result.stderr
+
+
+@pytest.mark.parametrize("name", sorted(fixes.NOT_YET))
+def test_a_quantizer_without_a_fixed_subclass_is_told(name: str) -> None:
+    """ImportError with what there is instead; other names stay AttributeErrors."""
+    with pytest.raises(ImportError, match=rf"no fixed {name}.*Available here: QAT_Quantizer"):
+        __import__("nni_dataparallel", fromlist=[name]).__getattr__(name)
+    assert not hasattr(nni_dataparallel, "NoSuchThing")
+
+
+def test_subclass_and_patch_together_fix_once() -> None:
+    """The subclass on top of patched stock classes trains like the subclass alone."""
+    case = CASES[-1]
+    expected = reference(case, RELEASE)
+    nni_dataparallel.patch()
+    record = train(nni_dataparallel.QAT_Quantizer, case, RELEASE, replicated(2))
+    assert differences(expected, record) == []
+
+
+def test_the_subclass_is_a_stock_quantizer() -> None:
+    """isinstance holds for the quantizer, its wrappers and its autograd function."""
+    from nni.compression.pytorch.compressor import QuantizerModuleWrapper
+
+    _, _, quantizer = start_training(nni_dataparallel.QAT_Quantizer, CASES[0], RELEASE)
+    assert isinstance(quantizer, stock_class())
+    assert all(isinstance(w, QuantizerModuleWrapper) for w in quantizer.get_modules_wrapper())
+    assert nni_dataparallel.QAT_Quantizer is nni_dataparallel.QAT_Quantizer
+
+
+def test_classes_survive_pickle() -> None:
+    """The fixed classes are found again under their names."""
+    from nni.compression.pytorch.compressor import QuantizerModuleWrapper
+
+    from nni_dataparallel.subclasses import fixed_class
+
+    for cls in (nni_dataparallel.QAT_Quantizer, fixed_class(QuantizerModuleWrapper)):
+        assert pickle.loads(pickle.dumps(cls)) is cls
+
+
+def test_a_quantizer_built_before_patch_is_mended_too() -> None:
+    """Patched in the middle of a script: under DataParallel the trained weight is not overwritten."""
+    case = CASES[0]
+    net, optimizer, _ = start_training(stock_class(), case, RELEASE)
+    model = replicated(2)(net)
+    nni_dataparallel.patch()
+    model.train()
+    from harness import data
+
+    for batch in data()[:3]:
+        step(model, optimizer, batch)
+    for name, module in net.named_modules():
+        if hasattr(module, "old_weight"):
+            assert module.weight.data_ptr() != module.old_weight.data_ptr(), name
+            assert not torch.equal(module.weight, module.old_weight), name
+            assert module.old_weight.unique().numel() > module.weight.unique().numel() or module.weight.numel() < 256, name
+
+
+def test_a_config_that_matches_nothing_is_told() -> None:
+    """The warning names the config and the layers there are."""
+    net = nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU())
+    config = [{"quant_types": ["output"], "quant_bits": 8, "op_names": ["convv"]}]
+    with nni_dataparallel.patched(), pytest.warns(UserWarning, match=r"quantises nothing.*convv.*0 \(Conv2d\), 1 \(ReLU\)"):
+        stock_class()(net, config, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("way", ["patched", "subclass"])
+def test_a_model_wrapped_before_the_quantizer_is_told(way: str) -> None:
+    """One warning, with the order that works."""
+    net = nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU())
+    model = nn.DataParallel(net)
+    config = [{"quant_types": ["output"], "quant_bits": 8, "op_types": ["ReLU"]}]
+    more = {} if RELEASE in ("2.0", "2.1", "2.2", "2.3", "2.4") else {"dummy_input": torch.zeros(1, 1, 8, 8)}
+    if way == "patched":
+        nni_dataparallel.patch()
+    quantizer_class = stock_class() if way == "patched" else nni_dataparallel.QAT_Quantizer
+    with pytest.warns(UserWarning, match="Build the quantizer on the plain model first, then wrap it") as caught:
+        quantizer_class(model, config, torch.optim.SGD(net.parameters(), lr=0.1), **more)
+    assert sum("was given a DataParallel" in str(w.message) for w in caught) == 1
+
+
+def test_torch_functions_stay_wrapped_for_subclasses_after_unpatch() -> None:
+    """unpatch() takes back what patch() did, not what a subclass in use needs."""
+    assert nni_dataparallel.QAT_Quantizer
+    nni_dataparallel.patch()
+    nni_dataparallel.unpatch()
+    rows = [fix for fix in fixes.FIXES if not fix.releases]
+    assert all(patching.is_live(fix) for fix in rows)
