@@ -12,7 +12,7 @@ from nni.algorithms.compression.pytorch.quantization import QAT_Quantizer
 from sklearn.datasets import load_digits
 from torch import nn
 
-import nni_dataparallel.auto  # noqa: F401  the one line; its place among the imports does not matter
+import nni_dataparallel.auto  # the one line; its place among the imports does not matter
 
 images, labels = load_digits(return_X_y=True)
 x = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16

@@ -56,7 +56,17 @@ CASES: List[Case] = [
         [_layers(["weight", "output"], quant_start_step=3), _relu(quant_start_step=3)],
         start=3,
     ),
+    # Without a warm-up the legacy range of an output grows from 0 and clamps nearly everything.
+    Case("warm output", LEGACY, [_relu(quant_start_step=2), _layers(["output"], quant_start_step=2)], start=2),
+    Case("warm four bits", LEGACY, [_layers(["weight", "output"], 4, quant_start_step=2)], start=2),
     Case("folding", ">=2.4,<2.5", [_layers(["weight"]), _relu()], fold=True),
+    Case(
+        "warm folding",
+        ">=2.4,<2.5",
+        [_layers(["weight"], quant_start_step=2), _relu(quant_start_step=2)],
+        fold=True,
+        start=2,
+    ),
     Case("weight", MODERN, [_layers(["weight"])]),
     Case("input", MODERN, [_layers(["input"])]),
     Case("output", MODERN, [_layers(["output"]), _relu()]),
@@ -78,6 +88,7 @@ CASES: List[Case] = [
     ),
     Case("start step", MODERN, [_layers(ALL, quant_start_step=3), _relu(quant_start_step=3)], start=3),
     Case("folding", MODERN, [_layers(ALL), _relu()], fold=True),
+    Case("warm folding", MODERN, [_layers(ALL, quant_start_step=2), _relu(quant_start_step=2)], fold=True, start=2),
 ]
 
 

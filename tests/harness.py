@@ -5,17 +5,18 @@ The reference is always stock NNI on one device with the whole batch.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from cases import Case
 from torch import Tensor, nn
 
-from nni_dataparallel import patched, rehearse
+from nni_dataparallel import is_patched, patch, patched, rehearse, unpatch
 
 # What a layer computes for one sample must not depend on how many others are in the batch: "the same
 # activations" is what the contract promises exact ranges for. oneDNN picks other kernels for other sizes.
@@ -158,6 +159,10 @@ def train(
     record = Record()
     if resume is not None:
         net.load_state_dict(resume.model)
+        with torch.no_grad():
+            # Stock's `weight` shares storage with `old_weight`: loading it has just overwritten the latter.
+            for name, parameter in net.named_parameters():
+                parameter.copy_(resume.model[name])
         optimizer.load_state_dict(resume.optimizer)
         record.losses, record.first = list(resume.losses), resume.first
     model.train()
@@ -185,6 +190,7 @@ def warm_up(quantizer_class: Any, case: Case, release: str) -> Resume:
     """The steps of ``case`` before its ``quant_start_step``, on one device."""
     net, optimizer, _ = start_training(quantizer_class, case, release)
     net.train()
+    freeze_norms(net)
     losses, first = [], {}
     for batch in data()[: case.start - 1]:
         losses.append(step(net, optimizer, batch))
@@ -192,17 +198,30 @@ def warm_up(quantizer_class: Any, case: Case, release: str) -> Resume:
     return Resume(snapshot(net), copy.deepcopy(optimizer.state_dict()), losses, first)
 
 
-def reference(case: Case, release: str) -> Record:
+@contextlib.contextmanager
+def stock_nni() -> Iterator[None]:
+    """Stock NNI inside the block, whatever a test has patched around it."""
+    before = is_patched()
+    unpatch()
+    try:
+        yield
+    finally:
+        if before:
+            patch()
+
+
+def reference(case: Case, release: str, lr: float = LEARNING_RATE) -> Record:
     """Stock NNI on one device.
 
     Before ``quant_start_step`` stock masks gradients by a scale that does not exist yet. There the
     reference takes the (separately tested) repaired steps and goes on with stock NNI.
     """
-    if not case.start:
-        return train(stock_class(), case, release)
-    with patched():
-        resume = warm_up(stock_class(), case, release)
-    return train(stock_class(), case, release, resume=resume)
+    resume = None
+    if case.start and lr:
+        with patched():
+            resume = warm_up(stock_class(), case, release)
+    with stock_nni():
+        return train(stock_class(), case, release, lr=lr, resume=resume)
 
 
 def finish(record: Record, quantizer_class: Any, quantizer: Any, net: Any, model: Any, case: Case, release: str) -> None:

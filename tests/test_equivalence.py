@@ -89,11 +89,7 @@ def test_one_device_is_stock_bit_for_bit(case: Case, quantizer_class: Any, on_on
 def test_double_precision(case: Case, count: int, quantizer_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, where NNI's own buffers stay float32: one device bit for bit, replicas far closer than in float32."""
     monkeypatch.setattr(harness, "DTYPE", [torch.float64])
-    was_patched = is_patched()
-    nni_dataparallel.unpatch()
     expected = reference(case, RELEASE)
-    if was_patched:
-        nni_dataparallel.patch()
     record = train(quantizer_class, case, RELEASE, one_device if count == 1 else replicated(count))
     if count > 1:
         monkeypatch.setattr(harness, "RTOL", 1e-6)
@@ -114,11 +110,7 @@ def test_stock_replicas_equal_one_device(case: Case, replicas: int, on_one_devic
 def test_ranges_do_not_depend_on_gradients(case: Case, count: int, quantizer_class: Any) -> None:
     """At learning rate 0 every activation is the same, and so is every tracked range, exactly."""
     wrap = one_device if count == 1 else replicated(count)
-    stock = train(stock_class(), case, RELEASE, lr=0.0) if not is_patched() else None
-    if stock is None:
-        nni_dataparallel.unpatch()
-        stock = train(stock_class(), case, RELEASE, lr=0.0)
-        nni_dataparallel.patch()
+    stock = reference(case, RELEASE, lr=0.0)
     record = train(quantizer_class, case, RELEASE, wrap, lr=0.0)
     for name in (n for n in stock.state if "tracked" in n):
         assert torch.equal(stock.state[name].flatten(), record.state[name].flatten()), name
@@ -129,13 +121,18 @@ def test_warm_up_trains_the_float_model(case: Case, quantizer_class: Any) -> Non
     """Before quant_start_step gradients reach old_weight: the same weights as without NNI."""
     resume = warm_up(quantizer_class, case, RELEASE)
     net = make_net(case)
+    net.train()
+    freeze_norms(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     losses = [step(net, optimizer, batch) for batch in data()[: case.start - 1]]
-    assert losses == resume.losses
+    # A folded batch norm is the same function in another order of operations.
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if case.fold else {"rtol": 0.0, "atol": 0.0}
+    assert losses == pytest.approx(resume.losses, rel=1e-5 if case.fold else 0.0)
     for name, parameter in net.named_parameters():
         module, _, leaf = name.rpartition(".")
         trained = resume.model.get(f"{module}.module.old_{leaf}", resume.model.get(f"{module}.module.{leaf}"))
-        assert torch.equal(parameter, trained), name
+        trained = resume.model.get(name) if trained is None else trained
+        assert torch.allclose(parameter, trained, **tolerance), name
 
 
 @pytest.mark.parametrize("case", STARTING, ids=lambda case: case.name)
@@ -183,8 +180,8 @@ def test_the_trained_weight_stays_the_parameter(case: Case, count: int, quantize
             continue
         assert isinstance(wrapper.module.old_weight, nn.Parameter)
         assert wrapper.module.old_weight.grad is not None
-        if MODERN or case.start or "output" not in wrapper.config["quant_types"]:
-            # Elsewhere the range of the first step is a hundredth of the batch's: everything is clamped.
+        if MODERN or case.start or case.name == "weight":
+            # Elsewhere the range of an output starts at a hundredth of the batch's: everything is clamped.
             assert wrapper.module.old_weight.grad.abs().sum() > 0
         quantised = wrapper.module.weight
         if not case.start and not case.fold:
