@@ -6,7 +6,7 @@ Runs on whichever NNI release is importable; ``tests/matrix.py`` runs it on all 
 from __future__ import annotations
 
 import inspect
-from typing import Any, Dict, Iterator
+from typing import Any, Iterator
 
 import harness
 import pytest
@@ -44,17 +44,10 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 each_count = pytest.mark.parametrize("replicas", REPLICAS)
 
 
-@pytest.fixture(scope="module")
-def references() -> Dict[Case, Record]:
-    """Stock NNI on one device, per case."""
-    return {}
-
-
 @pytest.fixture
-def on_one_device(case: Case, references: Dict[Case, Record]) -> Record:
-    if case not in references:
-        references[case] = reference(case, RELEASE)
-    return references[case]
+def on_one_device(case: Case) -> Record:
+    """Stock NNI on one device."""
+    return reference(case, RELEASE)
 
 
 @pytest.fixture(params=["patched", "subclass"])

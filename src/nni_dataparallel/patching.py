@@ -193,18 +193,22 @@ def is_live(fix: Fix) -> bool:
 
 def require(fixes: Iterable[Fix]) -> None:
     """Raise :class:`PatchError` naming every row that does not fit; change nothing."""
-    problems = []
+    problems, missing = [], set()
     for fix in fixes:
         try:
             problem = check(fix)
         except ImportError as error:
             problem = f"{fix.module} cannot be imported ({error})"
+            if isinstance(error, ModuleNotFoundError) and error.name:
+                missing.add(error.name)
         if problem:
             problems.append(f"  {fix.name}: {problem}")
-    if problems:
-        raise PatchError(
-            "The installed NNI is not the one these fixes were written for, nothing was patched:\n"
-            + "\n".join(problems)
-            + "\nReinstall the release from the package registry, or use `import nni_dataparallel.auto`, "
+    if missing:
+        remedy = f"A package is not installed: pip install {' '.join(sorted(missing))}"
+    else:
+        remedy = (
+            "Reinstall the release from the package registry, or use `import nni_dataparallel.auto`, "
             "which installs the fixes that fit and names the others."
         )
+    if problems:
+        raise PatchError("These fixes do not fit what is installed, nothing was patched:\n" + "\n".join(problems) + f"\n{remedy}")

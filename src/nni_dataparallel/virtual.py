@@ -121,8 +121,10 @@ def _gather(device: int, dim: int, *parts: Tensor) -> Tensor:
 
 def _broadcaster(stock: Callable[..., Any]) -> Callable[..., Any]:
     def broadcast(tensors: Sequence[Tensor], devices: Sequence[int], detach: bool = False) -> Any:
-        if not tensors or not isinstance(devices[0], VirtualDevice):
+        if not isinstance(devices[0], VirtualDevice):
             return stock(tensors, devices, detach)
+        if not tensors:  # torch < 2.0 would ask CUDA all the same
+            return []
         if detach:
             return _broadcast(tensors, len(devices), _active.ownership)
         flat = _Broadcast.apply(len(devices), _active.ownership, *tensors)
