@@ -23,7 +23,7 @@ from typing import Dict, List, Tuple
 from nni_dataparallel.fixes import RELEASES, covered_releases
 
 TESTS = Path(__file__).parent
-FILES = ["test_equivalence.py", "test_gradient.py", "test_patching.py", "test_ways_in.py"]
+FILES = ["equivalence", "gradient", "patching", "shapes_of_use", "state", "ways_in"]
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 
 
@@ -42,7 +42,7 @@ def test(release: str, cache: Path) -> Tuple[str, int, Path]:
     """Run the tests on one release; its exit status and report."""
     folder, report = install(release, cache), cache / f"{release}.xml"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
-    files = [str(TESTS / name) for name in FILES]
+    files = [str(TESTS / f"test_{name}.py") for name in FILES]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=TESTS.parent, check=False)
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr.strip()[-200:]

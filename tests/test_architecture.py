@@ -13,7 +13,7 @@ import nni_dataparallel
 PACKAGE = Path(nni_dataparallel.__file__).parent
 # From the ground up. A file imports from floors below its own, or earlier on its own floor.
 FLOORS: List[Set[str]] = [
-    {"patching", "statistics", "ownership"},
+    {"patching", "statistics", "ownership", "rendezvous"},
     {"replicas", "virtual"},
     {"recording", "rehearsal"},
     {"nni2"},

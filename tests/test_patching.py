@@ -54,7 +54,7 @@ def module() -> Iterator[types.ModuleType]:
 
 
 def row(path: str, **more: Any) -> Fix:
-    return Fix(path, f"stock_module:{path}", times_ten, "a test", **more)
+    return Fix(path, f"stock_module:{path}", times_ten, "a test", inherited=path.endswith(".inherited"), **more)
 
 
 NAMES = ["method", "static", "of_class", "inherited"]
@@ -123,10 +123,11 @@ def test_name_signature_and_wrapped_survive(module: Any) -> None:
     ("fix", "text"),
     [
         (row("Stock.missing"), "does not exist"),
+        (Fix("base", "stock_module:Stock.inherited", times_ten, "a test"), "only a base class has it"),
         (row("Stock.method", expects=("self", "y")), r"takes \(self, x\), not \(self, y, ...\)"),
         (Fix("gone", "no_such_module:f", times_ten, "a test"), "cannot be imported"),
     ],
-    ids=["missing", "signature", "module"],
+    ids=["missing", "moved", "signature", "module"],
 )
 def test_a_target_that_does_not_fit_is_named_and_nothing_is_patched(module: Any, fix: Fix, text: str) -> None:
     """The error names the row, the target and the remedy."""
@@ -199,7 +200,7 @@ def test_a_changed_target_stops_patch_and_is_skipped_by_auto(monkeypatch: pytest
     """An NNI of another shape: patch() raises and changes nothing, auto warns with the row's name."""
     from nni.compression.pytorch.compressor import Quantizer
 
-    from nni_dataparallel import auto
+    from nni_dataparallel import api
 
     nni_dataparallel.unpatch()
     monkeypatch.setattr(Quantizer, "_wrap_modules", lambda self, other: None)
@@ -209,7 +210,7 @@ def test_a_changed_target_stops_patch_and_is_skipped_by_auto(monkeypatch: pytest
     assert not any(live[target] for target in live if target.startswith("nni."))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        auto._arm()
+        api.arm()
     assert any("Quantizer._wrap_modules" in str(w.message) for w in caught)
     assert sum(nni_dataparallel.patch_map().values()) == len(nni_dataparallel.patch_map()) - 1
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from nni_dataparallel import patching, rehearse, replicas
+from nni_dataparallel import patching, rehearse, rendezvous, replicas
 from nni_dataparallel.virtual import VirtualDevice, virtual_devices
 
 TIMEOUT = 30
@@ -152,6 +152,64 @@ def test_a_replica_that_skips_a_layer_joins_the_next_one() -> None:
     assert run(work, 3, 3).tolist() == [[2, 3], [0, 3], [2, 3]]
 
 
+def test_a_second_use_meets_a_first_one() -> None:
+    """One replica runs a layer twice, the others once: at the layer that all run they all meet."""
+
+    def work(self: Any, x: Tensor) -> Tensor:
+        if replicas.rank() == 0:
+            replicas.all_reduce(torch.ones(()), "sum", self.inner, "x")
+        replicas.all_reduce(torch.ones(()), "sum", self.other, "x")
+        return replicas.all_reduce(torch.ones(()), "sum", self.inner, "x").expand(len(x), 1)
+
+    assert run(work, 3, 3).flatten().tolist() == [3, 3, 3]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_torchs_workers_lose_is_seen(error: Any) -> None:
+    """KeyboardInterrupt and SystemExit in a replica reach the caller as themselves."""
+
+    def work(self: Any, x: Tensor) -> Tensor:
+        if replicas.rank() == 1:
+            raise error("stop")
+        return replicas.all_reduce(x.max(), "max", self.inner, "x").expand(len(x), 1)
+
+    with pytest.raises(error, match="stop"):
+        run(work)
+
+
+def test_an_interrupt_between_two_thread_starts_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the workers are started: those that run do not wait for those that never will."""
+    start, started = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        if "_worker" in getattr(thread._target, "__qualname__", ""):  # type: ignore[attr-defined]
+            if started:
+                raise KeyboardInterrupt
+            started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(lambda self, x: replicas.all_reduce(x.max(), "max", self.inner, "x").expand(len(x), 1))
+    started[0].join(TIMEOUT)
+    assert not started[0].is_alive()
+
+
+def test_a_replica_that_waits_long_says_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock held around a layer cannot be seen from here, but the waiting is told."""
+    monkeypatch.setattr(rendezvous, "PATIENCE", 0.05)
+    late = threading.Event()
+
+    def work(self: Any, x: Tensor) -> Tensor:
+        if replicas.rank() == 1:
+            late.wait(0.5)
+        return replicas.all_reduce(x.max(), "max", self.inner, "x").expand(len(x), 1)
+
+    with pytest.warns(RuntimeWarning, match=r"replica 0 has waited .* at the x of layer .*Linear.* for replicas \[1\]"):
+        run(work, 2, 4)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.tuples(st.integers(0, 1), st.sampled_from("xyz")), max_size=5), min_size=2, max_size=4))
 def test_no_schedule_hangs(schedule: List[Any]) -> None:
@@ -181,6 +239,18 @@ def test_functional_and_subclassed_data_parallel() -> None:
         copies = nn.parallel.replicate(probe, ids)
         outputs = nn.parallel.parallel_apply(copies, list(x.chunk(3)), None, ids)
         assert torch.cat(outputs).unique().tolist() == [3]
+
+
+def test_the_functions_imported_from_where_they_are_defined() -> None:
+    """As many subclasses of DataParallel in the wild do it."""
+    from torch.nn.parallel.parallel_apply import parallel_apply
+    from torch.nn.parallel.replicate import replicate
+
+    ids = [VirtualDevice(i) for i in range(2)]
+    with virtual_devices(2):
+        copies = replicate(Probe(lambda self, x: torch.full_like(x, replicas.size())), ids)
+        outputs = parallel_apply(copies, list(torch.ones(4, 1).chunk(2)), None, ids)
+    assert torch.cat(outputs).unique().tolist() == [2]
 
 
 def test_different_models_side_by_side_are_not_merged() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import cases_for
 from conftest import RELEASE
-from harness import differences, reference, replicated, start_training, step, stock_class, train
+from harness import data, differences, reference, replicated, start_training, step, stock_class, train
 from torch import nn
 
 import nni_dataparallel
@@ -60,6 +60,21 @@ def test_auto_works_in_any_order(lines: Any) -> None:
     assert result.stdout.strip() == "patched"
 
 
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ((AUTO, "import nni_dataparallel as nd", "with nd.patched(): pass", IMPORT), True),
+        ((AUTO, "import nni_dataparallel as nd", "nd.unpatch()", IMPORT), False),
+        ((AUTO, "import nni_dataparallel as nd", "nd.unpatch()", "nd.patch()", IMPORT), True),
+    ],
+    ids=["patched", "unpatch", "unpatch and patch"],
+)
+def test_auto_and_the_others_agree_on_one_state(lines: Any, expected: bool) -> None:
+    """All fixes or none, whatever is called while NNI is not imported yet."""
+    result = python(*lines, "print(set(nd.patch_map().values()))")
+    assert result.stdout.strip() == str({expected}), result.stderr
+
+
 def test_auto_does_not_import_nni() -> None:
     """A script that never uses the compressors does not pay for them."""
     result = python(AUTO, "import sys; print([m for m in sys.modules if m.startswith('nni.')])")
@@ -82,6 +97,15 @@ def test_run_leaves_the_script_as_it_is(tmp_path: Path) -> None:
     result = python(arguments=["-m", "nni_dataparallel", "run", str(tmp_path / "train.py"), "3", "--lr", "1"])
     assert result.returncode == 3, result.stderr
     assert "script __main__ ['3', '--lr', '1'] True" in result.stdout
+
+
+def test_run_shows_the_scripts_own_errors(tmp_path: Path) -> None:
+    """Also one of the kind that the command line raises itself."""
+    (tmp_path / "train.py").write_text("raise FileNotFoundError('dataset missing')")
+    result = python(arguments=["-m", "nni_dataparallel", "run", str(tmp_path / "train.py")])
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    assert "FileNotFoundError: dataset missing" in result.stderr
 
 
 def test_run_of_a_missing_script_is_told() -> None:
@@ -161,22 +185,33 @@ def test_classes_survive_pickle() -> None:
         assert pickle.loads(pickle.dumps(cls)) is cls
 
 
-def test_a_quantizer_built_before_patch_is_mended_too() -> None:
-    """Patched in the middle of a script: under DataParallel the trained weight is not overwritten."""
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_quantizer_built_before_patch_is_mended_too(count: int) -> None:
+    """Patched in the middle of a script: every step is one device's, the first one included."""
     case = CASES[0]
+    expected_net, expected_optimizer, _ = start_training(stock_class(), case, RELEASE)
     net, optimizer, _ = start_training(stock_class(), case, RELEASE)
-    model = replicated(2)(net)
-    nni_dataparallel.patch()
-    model.train()
-    from harness import data
+    model = net if count == 1 else replicated(count)(net)
+    for batch in data()[:2]:
+        expected_net.train()
+        step(expected_net, expected_optimizer, batch)
+        with nni_dataparallel.patched():
+            model.train()
+            step(model, optimizer, batch)
+        for name, tensor in expected_net.state_dict().items():
+            torch.testing.assert_close(net.state_dict()[name], tensor, rtol=2e-3, atol=2e-4, msg=name)
 
-    for batch in data()[:3]:
-        step(model, optimizer, batch)
-    for name, module in net.named_modules():
-        if hasattr(module, "old_weight"):
-            assert module.weight.data_ptr() != module.old_weight.data_ptr(), name
-            assert not torch.equal(module.weight, module.old_weight), name
-            assert module.old_weight.unique().numel() > module.weight.unique().numel() or module.weight.numel() < 256, name
+
+def test_an_uncovered_quantizer_on_replicas_is_told() -> None:
+    """Patched, but not for this one: said at its first forward under DataParallel."""
+    from nni.algorithms.compression.pytorch.quantization import DoReFaQuantizer
+
+    net = nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU())
+    config = [{"quant_types": ["weight"], "quant_bits": 8, "op_types": ["Conv2d"]}]
+    with nni_dataparallel.patched():
+        DoReFaQuantizer(net, config, torch.optim.SGD(net.parameters(), lr=0.1)).compress()
+        with pytest.warns(RuntimeWarning, match=r"DoReFaQuantizer is not covered under DataParallel.*Covered: QAT_Quantizer"):
+            replicated(2, check=False)(net)(torch.randn(2, 1, 8, 8))
 
 
 def test_a_config_that_matches_nothing_is_told() -> None:

@@ -30,7 +30,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(script: str, arguments: List[str]) -> int:
     if not Path(script).is_file():
-        raise FileNotFoundError(f"there is no script {script!r}")
+        print(f"nni_dataparallel: there is no script {script!r}", file=sys.stderr)
+        return 2
     from . import auto  # noqa: F401  (importing it patches)
 
     sys.argv = [script, *arguments]
@@ -48,7 +49,7 @@ def _status() -> int:
         try:
             problem = patching.check(row)
         except ImportError as error:
-            problem = f"cannot be imported: {error}"
+            problem = f"{row.module} {patching.explain(error)}"
         wrong += problem is not None
         print(f"  {'fits ' if problem is None else 'WRONG'}  {row.target}\n         {problem or row.reason}")
     return 1 if wrong else 0
@@ -76,13 +77,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     """Entry point; returns the exit status."""
     options = _parser().parse_args(argv)
     if options.command == "run":
-        try:
-            return _run(options.script, options.arguments)
-        except FileNotFoundError as error:
-            if error.filename is not None:  # the script's own
-                raise
-            print(f"nni_dataparallel: {error}", file=sys.stderr)
-            return 2
+        return _run(options.script, options.arguments)
     try:
         if options.command == "status":
             return _status()

@@ -3,13 +3,53 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Dict, Iterator
+import importlib
+import sys
+import warnings
+from typing import Any, Callable, Dict, Iterator, List
+
+from wrapt import register_post_import_hook
 
 from . import fixes, patching
 
-__all__ = ["is_patched", "patch", "patch_map", "patched", "unpatch"]
+__all__ = ["arm", "is_patched", "patch", "patch_map", "patched", "unpatch"]
 
 HOLDER = "patch"
+_armed = False
+_hooked: List[str] = []
+
+
+def arm() -> None:
+    """Patch what of NNI is imported now, and the rest as soon as it is; what ``auto`` does.
+
+    What cannot be patched is said in a :class:`PatchWarning`, and the script goes on with stock NNI.
+    """
+    global _armed
+    try:
+        rows = fixes.rows_for(fixes.installed_release())
+    except fixes.UnsupportedReleaseError as error:
+        warnings.warn(str(error), patching.PatchWarning, stacklevel=3)
+        return
+    _armed = True
+    for row in rows:
+        if row.module in sys.modules or not row.module.startswith("nni."):
+            _install_if_armed(row)(importlib.import_module(row.module))
+        elif row.target not in _hooked:
+            _hooked.append(row.target)
+            register_post_import_hook(_install_if_armed(row), row.module)
+
+
+def _install_if_armed(row: patching.Fix) -> Callable[[Any], None]:
+    def install(module: Any) -> None:
+        if not _armed:
+            return
+        problem = patching.check(row)
+        if problem is None:
+            patching.install(row, HOLDER)
+        else:
+            warnings.warn(f"skipped the fix {row.name!r}: {problem}", patching.PatchWarning, stacklevel=2)
+
+    return install
 
 
 def patch() -> None:
@@ -31,15 +71,20 @@ def patch() -> None:
 
 
 def unpatch() -> None:
-    """Put every stock attribute back, by identity. Does nothing where nothing was patched."""
+    """Put every stock attribute back, by identity; NNI modules imported later stay stock, too.
+
+    The functions of ``torch.nn.parallel`` that a fixed subclass in use needs stay wrapped.
+    """
+    global _armed
+    _armed = False
     for row in reversed(fixes.FIXES):
         patching.uninstall(row, HOLDER)
 
 
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
-    """``with patched():`` patches inside the block; a patch that was there before stays."""
-    before = is_patched()
+    """``with patched():`` patches inside the block; a patch that was there before, or armed, stays."""
+    before = _armed or is_patched()
     patch()
     try:
         yield
@@ -49,7 +94,10 @@ def patched() -> Iterator[None]:
 
 
 def is_patched() -> bool:
-    """Whether every fix for the installed NNI is live on the stock classes right now."""
+    """Whether every fix for the installed NNI is live on the stock classes right now.
+
+    After ``import nni_dataparallel.auto`` this is False until NNI's compressors are imported.
+    """
     try:
         return all(patch_map().values())
     except fixes.UnsupportedReleaseError:

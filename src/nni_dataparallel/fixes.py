@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import metadata, util
 from typing import Dict, List, Tuple
 
 from . import replicas
@@ -35,7 +37,7 @@ def _qat(releases: str, file: str, names: Dict[str, object]) -> Tuple[Fix, ...]:
         "QATGrad.backward": "before quant_start_step gradients are masked by a scale that does not exist",
         "QATGrad.quant_backward": "autograd's own gradient tensor is zeroed in place, in other branches too",
         "load_calibration_config": "ranges are replaced by CPU tensors of another shape",
-        "export_model": "a per-channel range cannot be exported",
+        "export_model": "a wrong path or a per-channel range leaves the model half unwrapped",
     }
     expects = {
         "quantize_weight": ("self", "wrapper"),
@@ -51,7 +53,16 @@ def _qat(releases: str, file: str, names: Dict[str, object]) -> Tuple[Fix, ...]:
     for name, fix in names.items():
         path = name if "." in name else f"QAT_Quantizer.{name}"
         rows.append(
-            Fix(path, f"{file}:{path}", fix, reasons[name], releases, expects.get(name, ("self",)), _DP)  # type: ignore[arg-type]
+            Fix(
+                path,
+                f"{file}:{path}",
+                fix,  # type: ignore[arg-type]
+                reasons[name],
+                releases,
+                expects.get(name, ("self",)),
+                _DP,
+                inherited=name in ("QATGrad.forward", "QATGrad.backward"),
+            )
         )
     return tuple(rows)
 
@@ -63,6 +74,7 @@ _GRADIENT: Dict[str, object] = {
     "QATGrad.quant_backward": gradient.quant_backward,
 }
 _LEGACY_BIAS: Dict[str, object] = {"quantize_weight": qat_legacy.quantize_weight(with_bias=True)}
+_LEGACY_EXPORT: Dict[str, object] = {"export_model": calibration.export_model}
 _MODERN: Dict[str, object] = {
     **_GRADIENT,
     "quantize_weight": qat.quantize_weight,
@@ -101,6 +113,15 @@ FIXES: Tuple[Fix, ...] = (
         ("self",),
         _DP,
     ),
+    Fix(
+        "QuantizerModuleWrapper._load_from_state_dict",
+        f"{_COMPRESSOR}:QuantizerModuleWrapper._load_from_state_dict",
+        wrapping.load_from_state_dict,
+        "float weights loaded after compress() must reach the trained weight",
+        _NNI2,
+        ("self", "state_dict", "prefix", "local_metadata", "strict"),
+        inherited=True,
+    ),
     *_qat(
         ">=2.0,<2.2",
         _ONE_FILE,
@@ -109,13 +130,14 @@ FIXES: Tuple[Fix, ...] = (
     *_qat(
         ">=2.2,<2.4",
         _ONE_FILE,
-        {**_GRADIENT, **_LEGACY_BIAS, "quantize_output": qat_legacy.quantize_output(qat_legacy.OUTPUT_2_2)},
+        {**_GRADIENT, **_LEGACY_BIAS, **_LEGACY_EXPORT, "quantize_output": qat_legacy.quantize_output(qat_legacy.OUTPUT_2_2)},
     ),
     *_qat(
         ">=2.4,<2.5",
         _ONE_FILE,
         {
             **_GRADIENT,
+            **_LEGACY_EXPORT,
             "quantize_weight": qat_legacy.quantize_weight(with_bias=False),
             "quantize_output": qat_legacy.quantize_output(qat_legacy.OUTPUT_2_2),
         },
@@ -152,18 +174,20 @@ def installed_release() -> str:
     UnsupportedReleaseError
         When NNI is not installed.
     """
-    from importlib import metadata, util
-
-    if util.find_spec("nni") is None:
+    loaded = getattr(sys.modules.get("nni"), "__version__", None)
+    if loaded is not None:
+        return str(loaded)
+    try:
+        missing = util.find_spec("nni") is None
+    except ValueError:  # a stub without a spec stands in sys.modules
+        missing = True
+    if missing:
         raise UnsupportedReleaseError(
             "NNI is not installed in this environment. Install the release your script was written for, "
             "for example: pip install nni==2.10.1"
         )
-    import sys
-
-    loaded = getattr(sys.modules.get("nni"), "__version__", None)
     try:
-        return str(loaded or metadata.version("nni"))
+        return metadata.version("nni")
     except metadata.PackageNotFoundError:
         import nni
 
@@ -185,9 +209,9 @@ def rows_for(release: str) -> List[Fix]:
     """
     covered = covered_releases()
     if release not in covered:
-        known = "is not covered yet" if release in RELEASES else "is unknown"
+        known = "is not covered yet by" if release in RELEASES else "is unknown to"
         raise UnsupportedReleaseError(
-            f"NNI {release} {known} to nni_dataparallel; nothing was patched. Covered releases: {', '.join(covered)}. "
+            f"NNI {release} {known} nni_dataparallel; nothing was patched. Covered releases: {', '.join(covered)}. "
             "Install one of them, for example: pip install nni==2.10.1"
         )
     return [fix for fix in FIXES if fix.fits(release)]

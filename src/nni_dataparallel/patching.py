@@ -49,6 +49,8 @@ class Fix:
         Parameter names the stock callable must have, in this order, before it is touched.
     issue
         Where the fault was reported.
+    inherited
+        The class has the method from a base class; the fix becomes its own.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Fix:
     releases: str = ""
     expects: Tuple[str, ...] = ()
     issue: str = ""
+    inherited: bool = False
 
     def fits(self, release: str) -> bool:
         """Whether the row is for this NNI release (pre-releases count)."""
@@ -112,6 +115,8 @@ def check(fix: Fix) -> Optional[str]:
         stock = inspect.getattr_static(owner, name)
     except AttributeError as error:
         return f"{fix.target} does not exist ({error})"
+    if not fix.inherited and name not in vars(owner):
+        return f"{fix.target} does not exist (only a base class has it)"
     if not callable(_plain(stock)):
         return f"{fix.target} is not a function but {type(stock).__name__}"
     names = tuple(inspect.signature(_plain(stock)).parameters)
@@ -191,24 +196,27 @@ def is_live(fix: Fix) -> bool:
     return entry is not None and vars(entry.owner).get(entry.attribute) is entry.placed
 
 
+def explain(error: ImportError) -> str:
+    """Why a target's module cannot be imported, with the remedy where a package is missing."""
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("nni"):
+        return f"cannot be imported, {error.name!r} is not installed: pip install {error.name}"
+    return f"cannot be imported ({error})"
+
+
 def require(fixes: Iterable[Fix]) -> None:
     """Raise :class:`PatchError` naming every row that does not fit; change nothing."""
-    problems, missing = [], set()
+    problems: Dict[str, None] = {}  # an ordered set: one missing package concerns many rows
     for fix in fixes:
         try:
             problem = check(fix)
         except ImportError as error:
-            problem = f"{fix.module} cannot be imported ({error})"
-            if isinstance(error, ModuleNotFoundError) and error.name:
-                missing.add(error.name)
+            problem = f"{fix.module} {explain(error)}"
         if problem:
-            problems.append(f"  {fix.name}: {problem}")
-    if missing:
-        remedy = f"A package is not installed: pip install {' '.join(sorted(missing))}"
-    else:
-        remedy = (
-            "Reinstall the release from the package registry, or use `import nni_dataparallel.auto`, "
-            "which installs the fixes that fit and names the others."
-        )
+            problems[problem] = None
     if problems:
-        raise PatchError("These fixes do not fit what is installed, nothing was patched:\n" + "\n".join(problems) + f"\n{remedy}")
+        raise PatchError(
+            "These fixes do not fit what is installed, nothing was patched:\n  "
+            + "\n  ".join(problems)
+            + "\nIf NNI itself was changed, reinstall the release from the package registry, or use "
+            "`import nni_dataparallel.auto`, which installs the fixes that fit and names the others."
+        )

@@ -2,7 +2,7 @@
 
 Quantizers assign (``module.scale = scale``). On a replica the new tensor dies with the replica;
 on one device it leaves a non-leaf tensor in ``_buffers`` that neither ``copy.deepcopy`` nor an
-older list of buffers (DDP's, an EMA's) can cope with. Inside :func:`recorded` the forward computes
+older list of buffers (DDP's, an EMA's) can cope with. Inside :class:`recorded` the forward computes
 with the fresh tensors, so that nothing that backward saved is modified; afterwards their values
 are copied into the buffers that were there, which keep identity, shape, dtype and device.
 """
@@ -10,7 +10,7 @@ are copied into the buffers that were there, which keep identity, shape, dtype a
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Dict, Optional, Type
+from typing import Dict, FrozenSet, Optional, Type
 
 import torch
 from torch import Tensor
@@ -22,21 +22,35 @@ __all__ = ["recorded"]
 
 
 class recorded:
-    """Context manager: assignments to buffers of ``module`` become in-place updates.
+    """Context manager: assignments to the buffers ``names`` of ``module`` become in-place updates.
 
-    When the body raises, the buffers that were there come back unchanged. On replicas other than
-    0 nothing is copied: they are about to be dropped, and their fresh tensors serve a second use
-    of the module in the same forward.
+    When the body raises, the buffers that were there come back unchanged.
+
+    Parameters
+    ----------
+    module
+        The module whose buffers are assigned.
+    names
+        The buffers to record; others are the user's own and stay as the body left them.
+    keep
+        Leave the fresh tensors in place until the next recording, for a module that is used again
+        outside it in the same forward. Always so on replicas, where only the values of replica 0
+        are copied: its buffers alias the original's.
     """
 
-    __slots__ = ("_before", "_module")
+    __slots__ = ("_before", "_keep", "_module", "_names")
 
-    def __init__(self, module: Module) -> None:
-        self._module = module
+    def __init__(self, module: Module, names: FrozenSet[str], keep: bool = False) -> None:
+        self._module, self._names, self._keep = module, names, keep
         self._before: Dict[str, Optional[Tensor]] = {}
 
     def __enter__(self) -> None:
-        self._before = dict(self._module._buffers)
+        buffers = self._module._buffers
+        kept = self._module.__dict__.get("_recorded_into")
+        if kept and not replicas.is_replica(self._module):
+            buffers.update(kept)
+            kept.clear()
+        self._before = {name: buffer for name, buffer in buffers.items() if name in self._names}
 
     def __exit__(
         self,
@@ -45,18 +59,35 @@ class recorded:
         traceback: Optional[TracebackType],
     ) -> None:
         buffers = self._module._buffers
-        here = replicas.current()
         if kind is not None:
             buffers.update(self._before)
             return
+        here = replicas.current()
+        if here is None and replicas.is_replica(self._module):
+            return  # recomputed in backward: the forward's values are recorded already
+        changed = [(n, b, buffers[n]) for n, b in self._before.items() if buffers[n] is not b]
         if here is not None:
-            here.group.report(here, self._module)
-            if here.rank > 0:
-                return
-        for name, buffer in self._before.items():
-            fresh = buffers.get(name)
-            if fresh is buffer or fresh is None or buffer is None or fresh.numel() != buffer.numel():
-                continue
-            with torch.no_grad():
-                buffer.copy_(fresh.detach().reshape(buffer.shape))
-            buffers[name] = buffer
+            here.note_update(self._module)
+            if here.rank == 0:
+                # A second use of the module in this forward finds the fresh tensors, with their graph.
+                homes = here.homes.setdefault(id(self._module), {})
+                _copy([(homes.setdefault(name, old), new) for name, old, new in changed])
+            return
+        _copy([(old, new) for _, old, new in changed])
+        if self._keep:
+            self._module.__dict__.setdefault("_recorded_into", {}).update({n: old for n, old, _ in changed})
+        else:
+            for name, old, new in changed:
+                if _fits(old, new):
+                    buffers[name] = old
+
+
+def _fits(old: Optional[Tensor], new: Optional[Tensor]) -> bool:
+    return old is not None and new is not None and old.numel() == new.numel()
+
+
+def _copy(pairs: list) -> None:
+    with torch.no_grad():
+        for old, new in pairs:
+            if _fits(old, new):
+                old.copy_(new if new.shape == old.shape else new.reshape(old.shape))

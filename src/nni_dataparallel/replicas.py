@@ -4,10 +4,6 @@
 ``parallel_apply``. The two fixes below wrap these names only to tell each worker thread where it
 runs; the threads, the copies and the gathering stay torch's. Outside a worker thread every
 function here is the identity, so code that uses it needs no case for one device.
-
-The rendezvous needs no time-out: it fires as soon as every *live* replica waits in it. A replica
-that returns or raises is no longer live. If the live ones wait at different places (one of them
-skipped a layer), the earliest place goes on with those that are there.
 """
 
 from __future__ import annotations
@@ -15,15 +11,16 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Set, Tuple, TypeVar
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from .patching import Fix
+from .rendezvous import Parcel, Place, Rendezvous
 
-__all__ = ["FIXES", "Replica", "all_gather", "all_reduce", "current", "local", "rank", "recomputing", "size"]
+__all__ = ["FIXES", "Replica", "all_gather", "all_reduce", "current", "is_replica", "local", "rank", "recomputing", "size"]
 
 M = TypeVar("M", bound=Module)
 _OPERATIONS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -59,6 +56,11 @@ def size() -> int:
 def local(module: M) -> M:
     """The copy of ``module`` that lives where this thread runs; itself outside a replica."""
     return module if _here.replica is None else _here.replica.local(module)
+
+
+def is_replica(module: Module) -> bool:
+    """Whether ``module`` is a copy that ``nn.DataParallel`` made."""
+    return bool(module.__dict__.get("_is_replica", False))
 
 
 def recomputing() -> bool:
@@ -100,29 +102,8 @@ def all_gather(tensor: Tensor, module: Module, slot: str) -> List[Tensor]:
     here = _here.replica
     if here is None or here.group.size == 1:
         return [tensor]
-    parcels = here.group.exchange(here.rank, here.place(module, slot), _Parcel(tensor.detach()))
+    parcels = here.group.exchange(here.rank, here.place(module, slot), Parcel(tensor.detach()))
     return [tensor if r == here.rank else parcel.fetch(tensor) for r, parcel in parcels]
-
-
-class _Parcel:
-    """A tensor on its way to another thread, readable once its stream has produced it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.ready: Optional[torch.cuda.Event] = None
-        if tensor.is_cuda:
-            self.ready = torch.cuda.Event()
-            self.ready.record(torch.cuda.current_stream(tensor.device))
-
-    def fetch(self, mine: Tensor) -> Tensor:
-        if self.ready is not None:
-            # A copy between devices runs on the reader's stream of the source device: that one has
-            # to wait for the producer, and the memory has to outlive the copy.
-            stream = torch.cuda.current_stream(self.tensor.device)
-            stream.wait_event(self.ready)
-            self.tensor.record_stream(stream)  # type: ignore[arg-type]
-        copy = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device=mine.device)
-        return copy.copy_(self.tensor, non_blocking=True)
 
 
 class Replica:
@@ -133,15 +114,24 @@ class Replica:
         self.network = network
         self.group = group
         self.rank = rank
+        self.begun = False
+        self.fatal: Optional[BaseException] = None
+        self.homes: Dict[int, Dict[str, Optional[Tensor]]] = {}
         self._visits: Counter[Tuple[int, str]] = Counter()
         self._positions: Optional[Dict[int, int]] = None
         self._copies: Optional[Dict[int, Module]] = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.begun = True
         outer = _here.replica
         _here.replica = self
         try:
             return self.module(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as error:  # torch's worker loses these: KeyboardInterrupt, SystemExit
+            self.fatal = error
+            raise
         finally:
             _here.replica = outer
             self.group.leave(self.rank)
@@ -152,11 +142,15 @@ class Replica:
             self._positions = {id(m): i for i, m in enumerate(self.module.modules())}
         return self._positions.get(id(module), -1)
 
-    def place(self, module: Module, slot: str) -> Tuple[int, int, str]:
+    def place(self, module: Module, slot: str) -> Place:
         position = self.position(module)
-        visit = self._visits[(position, slot)]
-        self._visits[(position, slot)] = visit + 1
-        return visit, position, slot
+        self._visits[(position, slot)] += 1
+        name = f"{slot} of layer {position} ({type(module).__name__})"
+        return Place(self._visits[(position, slot)], position, slot, getattr(module, "name", name))
+
+    def note_update(self, module: Module) -> None:
+        """Tell the group that ``module``'s buffers were updated here."""
+        self.group.report(self, module)
 
     def local(self, module: M) -> M:
         """This replica's copy of the network's ``module``; ``module`` where there is none."""
@@ -173,43 +167,16 @@ class Replica:
         return next(m for i, m in enumerate(self.network.modules()) if i == position)
 
 
-class _Group:
-    """The replicas of one forward, and the place where they meet."""
+class _Group(Rendezvous):
+    """The replicas of one forward: where they meet, and which layers they updated."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        super().__init__(size)
         self.updated: Dict[int, List[Tuple[int, Module]]] = {}
-        self._changed = threading.Condition()
-        self._live: Set[int] = set(range(size))
-        self._waiting: Dict[int, Tuple[Hashable, Any]] = {}
-        self._results: Dict[int, List[Tuple[int, Any]]] = {}
-
-    def exchange(self, rank: int, place: Hashable, value: Any) -> List[Tuple[int, Any]]:
-        with self._changed:
-            self._waiting[rank] = (place, value)
-            self._release()
-            while rank not in self._results:
-                self._changed.wait()
-            return self._results.pop(rank)
-
-    def leave(self, rank: int) -> None:
-        with self._changed:
-            self._live.discard(rank)
-            self._release()
-
-    def _release(self) -> None:
-        if not self._waiting or self._live - set(self._waiting):
-            return
-        earliest = min(place for place, _ in self._waiting.values())  # type: ignore[type-var]
-        met = sorted(r for r, (place, _) in self._waiting.items() if place == earliest)
-        values = [(r, self._waiting.pop(r)[1]) for r in met]
-        for r in met:
-            self._results[r] = values
-        self._changed.notify_all()
 
     def report(self, replica: Replica, module: Module) -> None:
         """Note that ``module``'s buffers were updated on ``replica``."""
-        with self._changed:
+        with self.changed:
             self.updated.setdefault(replica.position(module), []).append((replica.rank, module))
 
     def settle(self, network: Module) -> None:
@@ -257,7 +224,16 @@ def _parallel_apply(
             if _first_tensor(given) is None:
                 group.leave(index)  # torch gives up on such a replica before it calls the module
     workers = [Replica(module, network, group, i) for i, module in enumerate(modules)]
-    outputs = stock(workers, inputs, kwargs_tup, devices)
+    try:
+        outputs = stock(workers, inputs, kwargs_tup, devices)
+    except BaseException:
+        for worker in workers:
+            if not worker.begun:  # interrupted between the starts of two threads
+                group.leave(worker.rank)
+        for worker in workers:
+            if worker.fatal is not None:
+                raise worker.fatal from None
+        raise
     if network is not None:
         group.settle(network)
     return outputs
@@ -269,7 +245,11 @@ def _first_tensor(obj: Any) -> Optional[Tensor]:
     return get_a_var(obj)
 
 
-_MODULES = ("torch.nn.parallel.data_parallel", "torch.nn.parallel")
+# Where the functions are defined comes first: who imports them from there later gets the fixed ones, too.
+_PLACES = {
+    "replicate": ("torch.nn.parallel.replicate", "torch.nn.parallel.data_parallel", "torch.nn.parallel"),
+    "parallel_apply": ("torch.nn.parallel.parallel_apply", "torch.nn.parallel.data_parallel", "torch.nn.parallel"),
+}
 
 FIXES: Tuple[Fix, ...] = tuple(
     Fix(
@@ -279,9 +259,9 @@ FIXES: Tuple[Fix, ...] = tuple(
         reason=reason,
         expects=expects,
     )
-    for module in _MODULES
     for function, fix, reason, expects in (
         ("replicate", _replicate, "replicas do not know which network they copy", ("network", "devices")),
         ("parallel_apply", _parallel_apply, "worker threads do not know their replica", ("modules", "inputs")),
     )
+    for module in _PLACES[function]
 )

@@ -21,6 +21,7 @@ from typing import Any, Callable, Dict, Iterator, Tuple
 import torch
 from torch import Tensor, nn
 
+from .. import patching
 from ..api import patched, unpatch
 from ..fixes import installed_release, rows_for
 from ..rehearsal import rehearse
@@ -153,7 +154,7 @@ def main(replicas: int, epochs: int, output: str, dtype: torch.dtype = torch.flo
 
     console = Console()
     release = installed_release()
-    rows_for(release)
+    patching.require(rows_for(release))
     gpus = torch.cuda.device_count()
     device = torch.device("cuda" if gpus > 1 else "cpu")
     if gpus > 1:

@@ -1,4 +1,4 @@
-"""Export and reload of the calibration config (2.5 - 2.10.1).
+"""Export and reload of the calibration config.
 
 NNI exports a tracked range with ``float()``, which dies on a per-channel range after the model
 was unwrapped already, and loads it with ``.data =`` from a CPU tensor, which a model on a GPU
@@ -8,7 +8,10 @@ refuses and which changes the buffer's shape.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import os
 import warnings
+from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import torch
@@ -76,20 +79,27 @@ def _one_value_each(quantizer: Any) -> Iterator[Dict[str, Dict[str, List[float]]
         raise
 
 
-def export_model(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``QAT_Quantizer.export_model``: a per-channel range is exported as a list of floats."""
+def export_model(stock: Callable[..., Any], self: Any, model_path: Any, *args: Any, **kwargs: Any) -> Any:
+    """``export_model``: looks before it unwraps; a per-channel range is exported as a list of floats."""
+    given = inspect.signature(stock).bind(self, model_path, *args, **kwargs).arguments
+    for name in ("model_path", "calibration_path", "onnx_path"):
+        path = given.get(name)
+        if path is not None and isinstance(path, (str, os.PathLike)) and not Path(path).parent.is_dir():
+            raise FileNotFoundError(
+                f"{name}: there is no folder {str(Path(path).parent)!r}; nothing was exported, the model is unchanged"
+            )
     write = self.export_model_save
 
-    def save(model: Any, model_path: Any, calibration_config: Any = None, *rest: Any, **named: Any) -> None:
+    def save(model: Any, path: Any, calibration_config: Any = None, *rest: Any, **named: Any) -> None:
         for name, ranges in many.items():
             calibration_config[name].update(ranges)
-        write(model, model_path, calibration_config, *rest, **named)
+        write(model, path, calibration_config, *rest, **named)
 
     with _one_value_each(self) as many:
         if not many:
-            return stock(self, *args, **kwargs)
+            return stock(self, model_path, *args, **kwargs)
         self.export_model_save = save
         try:
-            return stock(self, *args, **kwargs)
+            return stock(self, model_path, *args, **kwargs)
         finally:
             del self.export_model_save

@@ -26,7 +26,7 @@ def quantizer_init(stock: Callable[..., None], self: Any, model: nn.Module, conf
             f"{type(self).__name__} was given a {kind}. Some NNI releases then name every layer 'module.<name>' "
             f"(in op_names and in the export), others unwrap it and compress() returns the bare model, which runs "
             f"on one device. Build the quantizer on the plain model first, then wrap it: "
-            f"quantizer = {type(self).__name__}(model, config_list, optimizer, ...); model = {kind}(model).",
+            f"quantizer = {type(self).__name__}(model, config_list, optimizer, ...), and after it the {kind}.",
             stacklevel=4,
         )
     outer = getattr(_under_construction, "quantizer", None)

@@ -14,15 +14,16 @@ from typing import Any, Callable
 
 from torch import Tensor
 
-from .steps import warming_up
+from .steps import idle
 
 __all__ = ["backward", "forward", "quant_backward"]
 
 
 def forward(stock: Callable[..., Any], ctx: Any, tensor: Tensor, quant_type: Any, wrapper: Any, *rest: Any) -> Any:
     """``QATGrad.forward``: remember whether the tensor was quantised at all."""
+    straight_through = idle(wrapper)  # asked first: the forward itself may end it
     output = stock(ctx, tensor, quant_type, wrapper, *rest)
-    ctx.straight_through = warming_up(wrapper)
+    ctx.straight_through = straight_through
     return output
 
 

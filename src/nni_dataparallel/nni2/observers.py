@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, Optional, Sequence, Tuple, Union
 
 import torch
@@ -10,15 +12,33 @@ from torch import Tensor
 from .. import replicas
 from ..statistics import batch_range, moving_average
 
-__all__ = ["merged_range", "track"]
+__all__ = ["merged_range", "overridden", "track"]
+
+
+def overridden(quantizer: Any) -> bool:
+    """Whether a subclass of the user's own has another ``_quantize`` or ``_dequantize`` than NNI."""
+    return _overridden(type(quantizer))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=None)
+def _overridden(quantizer_class: Any) -> bool:
+    methods = (getattr(quantizer_class, name) for name in ("_quantize", "_dequantize"))
+    return not all(method.__module__.startswith("nni.") for method in methods)
 
 
 def merged_range(x: Tensor, wrapper: Any, slot: str, dims: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tensor]:
     """Range of the whole batch, of which ``x`` is this replica's shard: one collective for both ends."""
-    low, high = batch_range(x, dims)
     if replicas.size() == 1:
-        return low, high
+        return batch_range(x, dims)
+    if x.numel():
+        low, high = batch_range(x, dims)
+    else:
+        # Nothing of the batch came here, for example of a selection: any other shard decides.
+        shape = [] if dims is None else [1 if d in dims else size for d, size in enumerate(x.shape)]
+        low, high = x.new_full(shape, math.inf), x.new_full(shape, -math.inf)
     ends = replicas.all_reduce(torch.stack((-low, high)), "max", wrapper, slot)
+    if not x.numel() and bool((ends[1] == -math.inf).all()):
+        return batch_range(x, dims)  # the whole batch is empty: what one device says to that
     return -ends[0], ends[1]
 
 
@@ -58,8 +78,9 @@ def track(
             # In the dtypes that NNI's own copies go through: first the buffer's, then the batch's.
             start = new.to(old.dtype).expand(old.shape) if first else old
             new = moving_average(start, new, decay)
-        new = new.to(old.dtype).expand(old.shape)
+        if new.dtype != old.dtype or new.shape != old.shape:
+            new = new.to(old.dtype).expand(old.shape)
         # Assigned, not copied: backward may hold what the last forward left here.
-        setattr(module, name, new)
+        module._buffers[name] = new
         updated.append(new)
     return updated[0], updated[1]

@@ -4,65 +4,80 @@ from __future__ import annotations
 
 from typing import Any, Callable, List, Optional, Tuple
 
-import torch
 from torch import Tensor
 
 from ..statistics import batch_range, fake_quantize, qparams
-from .observers import track
-from .steps import read_steps, warming_up
+from .observers import overridden, track
+from .steps import idle, read_steps
+from .wrapping import grad_wanted, note_quantised
 
 __all__ = ["quantize_input", "quantize_output", "quantize_weight"]
 
 _CHANNEL = {"input": 1, "weight": 0, "output": 1}
 
 
+def _text(literal: Any) -> str:
+    """NNI takes its schemes and dtypes as strings and as members of a string enumeration."""
+    return str(getattr(literal, "value", literal))
+
+
 def _channel_dims(x: Tensor, setting: Any, slot: str) -> Optional[List[int]]:
     """The dimensions to reduce: all but the channel's, or None for one range per tensor."""
-    if not str(getattr(setting.quant_scheme, "value", setting.quant_scheme)).startswith("per_channel"):
+    if not _text(setting.quant_scheme).startswith("per_channel"):
         return None
     return [dim for dim in range(x.dim()) if dim != _CHANNEL[slot]]
 
 
 def _qparams(low: Tensor, high: Tensor, setting: Any) -> Tuple[Tensor, Tensor]:
     qmin, qmax = setting.get_qmin_qmax()
-    symmetric = str(getattr(setting.quant_scheme, "value", setting.quant_scheme)).endswith("symmetric")
-    unsigned = str(getattr(setting.quant_dtype, "value", setting.quant_dtype)) == "uint"
-    middle = (qmin + qmax) // 2 if unsigned else 0
+    symmetric = _text(setting.quant_scheme).endswith("symmetric")
+    middle = (qmin + qmax) // 2 if _text(setting.quant_dtype) == "uint" else 0
     return qparams(low, high, qmin, qmax, float(qmax - qmin), symmetric, middle)
 
 
 def _assign(module: Any, slot: str, scale: Tensor, zero_point: Tensor) -> None:
+    buffers = module._buffers
     for name, value in ((f"{slot}_scale", scale), (f"{slot}_zero_point", zero_point)):
-        buffer = module._buffers[name]
-        setattr(module, name, value.to(buffer.dtype).reshape(buffer.shape))
+        old = buffers[name]
+        if value.dtype != old.dtype or value.shape != old.shape:
+            value = value.to(old.dtype).reshape(old.shape)
+        buffers[name] = value
 
 
-def _with_stored(x: Tensor, module: Any, slot: str, qmin: int, qmax: int) -> Tensor:
-    """Quantise with the stored scale; a scale of 0 was never set, then ``x`` stays what it is."""
-    # Copies, for backward to keep: the buffers are written to by later forwards.
-    scale = module._buffers[f"{slot}_scale"].clone()
-    zero_point = module._buffers[f"{slot}_zero_point"].clone()
-    _assign(module, slot, scale, zero_point)
-    quantised = fake_quantize(x, scale, zero_point, qmin, qmax)
-    return torch.where(scale == 0, x, quantised)
+def _rounded(self: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
+    """Fake quantisation; through the user's own ``_quantize`` and ``_dequantize`` if a subclass has them."""
+    if overridden(self):
+        return self._dequantize(self._quantize(x, scale, zero_point, qmin, qmax), scale, zero_point)  # type: ignore[no-any-return]
+    return fake_quantize(x, scale, zero_point, qmin, qmax)
+
+
+def _with_stored(self: Any, x: Tensor, module: Any, slot: str, qmin: int, qmax: int) -> Tensor:
+    scale: Tensor = module._buffers[f"{slot}_scale"]
+    zero_point: Tensor = module._buffers[f"{slot}_zero_point"]
+    if grad_wanted():
+        # Copies for backward to keep: the buffers are written to by later forwards.
+        scale, zero_point = scale.clone(), zero_point.clone()
+        _assign(module, slot, scale, zero_point)
+    return _rounded(self, x, scale, zero_point, qmin, qmax)
 
 
 def quantize_weight(stock: Callable[..., Any], self: Any, wrapper: Any, **kwargs: Any) -> Tensor:
     """``QAT_Quantizer.quantize_weight``: a fresh tensor each time, recorded after the forward."""
     module = wrapper.module
-    weight: Tensor = module.weight
+    weight: Tensor = module._buffers["weight"]
+    if idle(wrapper):
+        return weight
     setting = module.layer_quant_setting.weight
     qmin, qmax = setting.get_qmin_qmax()
-    if not wrapper.training:
-        quantised = _with_stored(weight, module, "weight", qmin, qmax)
-    elif warming_up(wrapper):
-        return weight
-    else:
+    if wrapper.training:
         low, high = batch_range(weight, _channel_dims(weight, setting, "weight"))
         scale, zero_point = _qparams(low, high, setting)
         _assign(module, "weight", scale, zero_point)
-        quantised = fake_quantize(weight, scale, zero_point, qmin, qmax)
-    module.weight = quantised
+        note_quantised(wrapper)
+        quantised = _rounded(self, weight, scale, zero_point, qmin, qmax)
+    else:
+        quantised = _with_stored(self, weight, module, "weight", qmin, qmax)
+    module._buffers["weight"] = quantised
     return quantised
 
 
@@ -72,15 +87,16 @@ def _quantize_activation(self: Any, x: Tensor, wrapper: Any, slot: str) -> Tenso
     setting = getattr(settings, slot)
     qmin, qmax = setting.get_qmin_qmax()
     if not wrapper.training:
-        return _with_stored(x, module, slot, qmin, qmax)
+        return x if idle(wrapper) else _with_stored(self, x, module, slot, qmin, qmax)
     names = (f"tracked_min_{slot}", f"tracked_max_{slot}")
     first = read_steps(self) == 1
     low, high = track(x, wrapper, slot, names, settings.ema_decay, first, dims=_channel_dims(x, setting, slot))
-    if warming_up(wrapper):
+    if idle(wrapper):
         return x
     scale, zero_point = _qparams(low, high, setting)
     _assign(module, slot, scale, zero_point)
-    return fake_quantize(x, scale, zero_point, qmin, qmax)
+    note_quantised(wrapper)
+    return _rounded(self, x, scale, zero_point, qmin, qmax)
 
 
 def quantize_input(stock: Callable[..., Any], self: Any, inputs: Tensor, wrapper: Any, **kwargs: Any) -> Tensor:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..statistics import batch_range, fake_quantize, qparams
-from .observers import track
-from .steps import warming_up
+from .observers import overridden, track
+from .steps import idle, warming_up
+from .wrapping import grad_wanted, note_quantised
 
 __all__ = ["OUTPUT_2_0", "OUTPUT_2_2", "quantize_output", "quantize_weight"]
 
@@ -26,19 +27,25 @@ def _bits(config: Any, slot: str) -> int:
 
 def _affine(low: Tensor, high: Tensor, bits: int) -> Tuple[Tensor, Tensor, int]:
     qmax = (1 << bits) - 1
-    # NNI compares with torch.Tensor([0]), which makes it the default dtype whatever the model's is.
-    low, high = (end.to(torch.get_default_dtype()).reshape(1) for end in (low, high))
-    scale, zero_point = qparams(low, high, 0, qmax, torch.full_like(low, float(qmax)))
+    # As NNI does it: the comparison with a tensor of shape [1] and default dtype decides shape and dtype.
+    zero = torch.zeros(1, device=low.device)
+    low, high = torch.min(low, zero), torch.max(high, zero)
+    scale, zero_point = qparams(low, high, 0, qmax, torch.full_like(zero, float(qmax)))
     return scale, zero_point, qmax
 
 
-def _quantize(x: Tensor, module: Any, bits: int) -> Tensor:
+def _quantize(self: Any, x: Tensor, module: Any, bits: int) -> Tensor:
+    """Fake quantisation; through the user's own ``_quantize`` and ``_dequantize`` if a subclass has them."""
+    if overridden(self):
+        return self._dequantize(module, self._quantize(bits, module, x))  # type: ignore[no-any-return]
     return fake_quantize(x, module.scale, module.zero_point, 0, (1 << bits) - 1)
 
 
 def _hold(module: Any) -> None:
     """Let backward save copies of scale and zero point: the buffers are written to later."""
-    module.scale, module.zero_point = module.scale.clone(), module.zero_point.clone()
+    if grad_wanted():
+        buffers = module._buffers
+        buffers["scale"], buffers["zero_point"] = buffers["scale"].clone(), buffers["zero_point"].clone()
 
 
 def _note_bits(module: Any, name: str, bits: int) -> None:
@@ -60,27 +67,32 @@ def quantize_weight(with_bias: bool) -> Callable[..., Tensor]:
 
     def fix(stock: Callable[..., Any], self: Any, wrapper: Any, **kwargs: Any) -> Tensor:
         module, bits = wrapper.module, _bits(wrapper.config, "weight")
+        buffers = module._buffers
         trained: Tensor = module.old_weight.detach()
-        warm = warming_up(wrapper)
+        warm, still = warming_up(wrapper), idle(wrapper)
         inputs = kwargs.get("input_tensor")
-        if inputs is not None and INPUT[0] in module._buffers and (warm or wrapper.training):
+        if inputs is not None and INPUT[0] in buffers and (warm or wrapper.training):
             track(inputs, wrapper, "input", INPUT, module.ema_decay, average=not warm)
-        if warm or not wrapper.training:
+        if still or not wrapper.training:
             _hold(module)
             if getattr(wrapper, "bn_module", None) is None:
-                # Evaluation uses what the last training forward left in the buffer; a copy of it,
-                # because the next one writes into the buffer while backward may need this one.
-                module.weight = trained if warm else module.weight.detach().clone()
+                if still:
+                    buffers["weight"] = trained
+                elif grad_wanted():
+                    # Evaluation uses what the last training forward left in the buffer; a copy of it,
+                    # because the next one writes into the buffer while backward may need this one.
+                    buffers["weight"] = buffers["weight"].detach().clone()
             return trained
         if with_bias and getattr(module, "bias", None) is not None:
             bias: Tensor = module.bias.data
             scale, zero_point, qmax = _affine(*batch_range(bias), BIAS_BITS)
             # In place: what is assigned to `.data` on a replica never reaches the Parameter.
             bias.copy_(fake_quantize(bias, scale, zero_point, 0, qmax))
-        module.scale, module.zero_point, _ = _affine(*batch_range(trained), bits)
-        quantised = _quantize(trained, module, bits)
+        buffers["scale"], buffers["zero_point"], _ = _affine(*batch_range(trained), bits)
+        quantised = _quantize(self, trained, module, bits)
         _note_bits(module, "weight_bit", bits)
-        module.weight = quantised
+        note_quantised(wrapper)
+        buffers["weight"] = quantised
         return quantised
 
     return fix
@@ -98,16 +110,17 @@ def quantize_output(names: Tuple[str, str]) -> Callable[..., Tensor]:
     def fix(stock: Callable[..., Any], self: Any, output: Tensor, wrapper: Any, **kwargs: Any) -> Tensor:
         module, bits = wrapper.module, _bits(wrapper.config, "output")
         _note_bits(module, "activation_bit", bits)
-        warm = warming_up(wrapper)
-        if warm:
-            _hold(module)
+        if warming_up(wrapper):
             track(output, wrapper, "output", names, module.ema_decay, average=False)
+        if idle(wrapper):
+            _hold(module)
             return output
         if wrapper.training:
             low, high = track(output, wrapper, "output", names, module.ema_decay)
-            module.scale, module.zero_point, _ = _affine(low, high, bits)
+            module._buffers["scale"], module._buffers["zero_point"], _ = _affine(low, high, bits)
+            note_quantised(wrapper)
         else:
             _hold(module)
-        return _quantize(output, module, bits)
+        return _quantize(self, output, module, bits)
 
     return fix

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .wrapping import follow_parameters
 
-__all__ = ["read_steps", "step_with_optimizer", "warming_up"]
+__all__ = ["idle", "read_steps", "start_step", "step_with_optimizer", "warming_up"]
 
 _read: weakref.WeakKeyDictionary[Any, Tuple[Any, int, int]] = weakref.WeakKeyDictionary()
 
@@ -31,10 +31,26 @@ def read_steps(quantizer: Any) -> int:
     return value
 
 
+def start_step(wrapper: Any) -> int:
+    """The ``quant_start_step`` of ``wrapper``'s layer."""
+    settings = wrapper.module.__dict__.get("layer_quant_setting")
+    if settings is None:
+        return wrapper.config.get("quant_start_step", 0)  # type: ignore[no-any-return]
+    return settings.quant_start_step  # type: ignore[no-any-return]
+
+
 def warming_up(wrapper: Any) -> bool:
     """Whether ``wrapper``'s layer is before its ``quant_start_step``."""
-    start: int = wrapper.config.get("quant_start_step", 0)
+    start = start_step(wrapper)
     return start > 1 and start > read_steps(wrapper.quantizer)
+
+
+def idle(wrapper: Any) -> bool:
+    """Whether ``wrapper``'s layer computes in floating point: warming up, or evaluated before it was ever trained."""
+    if warming_up(wrapper):
+        return True
+    state = wrapper.__dict__.get("unquantised")
+    return state is not None and state.value and not wrapper.training
 
 
 def step_with_optimizer(stock: Callable[..., None], self: Any) -> None:
@@ -45,5 +61,5 @@ def step_with_optimizer(stock: Callable[..., None], self: Any) -> None:
     if not steps.is_inference():
         _read[self] = (weakref.ref(steps), steps._version, before + 1)
     for wrapper in self.get_modules_wrapper():
-        if wrapper.config.get("quant_start_step", 0) > before:
+        if start_step(wrapper) > before:
             follow_parameters(wrapper)

@@ -9,7 +9,8 @@ overwrite the trained weight with the quantised one.
 from __future__ import annotations
 
 import threading
-from typing import Any, Callable
+import warnings
+from typing import Any, Callable, Dict, FrozenSet
 
 import torch
 from torch.nn import Module, Parameter
@@ -17,10 +18,64 @@ from torch.nn import Module, Parameter
 from .. import replicas
 from ..recording import recorded
 
-__all__ = ["follow_parameters", "forward", "separate", "wrap_modules"]
+__all__ = [
+    "Unquantised",
+    "follow_parameters",
+    "forward",
+    "grad_wanted",
+    "load_from_state_dict",
+    "note_quantised",
+    "separate",
+    "wrap_modules",
+]
 
 _TRAINED = {"weight": "old_weight", "bias": "old_bias"}
+_SLOTS = ("input", "weight", "output", "activation")
+ASSIGNED: FrozenSet[str] = frozenset(
+    ["weight", "bias", "scale", "zero_point", "tracked_min_biased", "tracked_max_biased"]
+    + [f"{slot}_{what}" for slot in _SLOTS for what in ("scale", "zero_point", "bit", "bits")]
+    + [f"tracked_{end}_{slot}" for slot in _SLOTS for end in ("min", "max")]
+)
+"""The buffers that NNI's quantizers assign in a forward; a layer may have others of its own."""
+
+COVERED = "QAT_Quantizer"
+
 _lock = threading.Lock()
+
+
+class _Outside(threading.local):
+    grad = True
+
+
+_outside = _Outside()
+
+
+class Unquantised:
+    """Whether a layer was never quantised in training. Replicas share the object."""
+
+    def __init__(self) -> None:
+        self.value = True
+
+    def load(self, state: Dict[str, Any]) -> None:
+        """Decide by a layer's entries of a ``state_dict``: scales at their first value were never set."""
+        if "scale" in state:  # 2.0 - 2.4
+            self.value = bool((state["scale"] == 1).all() and (state["zero_point"] == 0).all())
+            return
+        scales = [value for name, value in state.items() if name.endswith("_scale")]
+        if scales:
+            self.value = all(bool((scale == 0).all()) for scale in scales)
+
+
+def note_quantised(wrapper: Any) -> None:
+    """A training forward has set the scales of ``wrapper``'s layer."""
+    state = wrapper.__dict__.get("unquantised")
+    if state is not None:
+        state.value = False
+
+
+def grad_wanted() -> bool:
+    """Whether the forward runs with grad; inside an autograd function torch itself says no."""
+    return _outside.grad
 
 
 def _aliased(module: Module, name: str) -> bool:
@@ -37,29 +92,87 @@ def separate(wrapper: Any) -> None:
     for name in _TRAINED:
         if _aliased(module, name):
             module._buffers[name] = module._buffers[name].detach().clone()
+            wrapper.__dict__.setdefault("unquantised", Unquantised())
 
 
 def wrap_modules(stock: Callable[..., Any], self: Any, layer: Any, config: Any) -> Any:
     """``Quantizer._wrap_modules``: a new wrapper starts with separate buffers."""
     wrapper = stock(self, layer, config)
     separate(wrapper)
+    wrapper.unquantised = Unquantised()
+    names = sum(module is layer.module for _, module in self.bound_model.named_modules(remove_duplicate=False))
+    # NNI wraps one of the names. By another one the bare layer is used, with the weight the wrapper left.
+    wrapper.has_other_names = names > 1
     return wrapper
+
+
+def _mend(wrapper: Any) -> None:
+    """Separate buffers of a quantizer that was built before the fixes were installed.
+
+    The original has to be mended, not only the replica, or recording the quantised weight on
+    replica 0 would overwrite the trained one.
+    """
+    here = replicas.current()
+    original: Any = None if here is None else here.original(wrapper)
+    with _lock:
+        if original is not None:
+            separate(original)
+            if "unquantised" in original.__dict__:
+                wrapper.unquantised = original.unquantised
+            if here is not None and here.rank == 0:
+                for name in _TRAINED:
+                    if _aliased(wrapper.module, name):
+                        wrapper.module._buffers[name] = original.module._buffers[name]
+        separate(wrapper)
 
 
 def forward(stock: Callable[..., Any], self: Any, *inputs: Any) -> Any:
     """``QuantizerModuleWrapper.forward``: record what it assigns."""
     module = self.module
     if _aliased(module, "weight"):
-        # Built before the fixes were installed. The original has to be mended, not the replica,
-        # or recording the quantised weight would overwrite the trained one.
-        here = replicas.current()
-        original = None if here is None else here.original(self)
-        with _lock:
-            for wrapper in (self, original):
-                if wrapper is not None:
-                    separate(wrapper)
-    with recorded(module):
-        return stock(self, *inputs)
+        _mend(self)
+    here = replicas.current()
+    if here is not None and here.rank == 0 and not any(cls.__name__ == COVERED for cls in type(self.quantizer).__mro__):
+        warnings.warn(
+            f"{type(self.quantizer).__name__} is not covered under DataParallel by this version of nni_dataparallel: "
+            f"its state will differ from one device's. Covered: {COVERED}. Train it on one device.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    if here is None and replicas.is_replica(self) and not replicas.recomputing():
+        warnings.warn(
+            f"layer {self.name!r} of a DataParallel replica runs outside the worker threads of torch.nn.DataParallel: "
+            "it sees its own shard only, and its statistics are lost. If you call parallel_apply yourself, import "
+            "nni_dataparallel before you import it, or call torch.nn.parallel.parallel_apply.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    outer, _outside.grad = _outside.grad, torch.is_grad_enabled()
+    try:
+        with recorded(module, ASSIGNED, keep=getattr(self, "has_other_names", False)):
+            return stock(self, *inputs)
+    finally:
+        _outside.grad = outer
+
+
+def load_from_state_dict(
+    stock: Callable[..., None], self: Any, state_dict: Dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: Any
+) -> None:
+    """``QuantizerModuleWrapper._load_from_state_dict``: a float checkpoint reaches the trained weight.
+
+    A file with ``weight`` alone (``strict=False``) goes into ``old_weight`` through stock's alias.
+    """
+    absent = []
+    for name, trained in _TRAINED.items():
+        key, missing = f"{prefix}module.{name}", f"{prefix}module.{trained}"
+        if key in state_dict and missing not in state_dict and hasattr(self.module, trained):
+            state_dict[missing] = state_dict[key]
+            absent.append(missing)
+    if "unquantised" in self.__dict__:
+        inner = f"{prefix}module."
+        self.unquantised.load({key[len(inner) :]: value for key, value in state_dict.items() if key.startswith(inner)})
+    stock(self, state_dict, prefix, local_metadata, strict, *lists)
+    lists[0].extend(absent)  # still missing from the file: strict=True says so
 
 
 def follow_parameters(wrapper: Any) -> None:

@@ -1,0 +1,209 @@
+"""Networks that use their layers in less simple ways: equal to stock NNI on one device all the same."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Tuple
+
+import pytest
+import torch
+from cases import cases_for
+from conftest import RELEASE
+from harness import make_quantizer, replicated, snapshot, stock_class, stock_nni
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nni_dataparallel import patched
+
+pytestmark = pytest.mark.skipif(not cases_for(RELEASE), reason=f"NNI {RELEASE} has no QAT_Quantizer")
+MODERN = RELEASE not in ("2.0", "2.1", "2.2", "2.3", "2.4")
+WEIGHT = [{"quant_types": ["weight"], "quant_bits": 8, "op_types": ["Linear"]}]
+OUTPUT = [{"quant_types": ["weight", "output"], "quant_bits": 8, "op_types": ["Linear"]}]
+
+
+class Named:
+    """What make_quantizer() asks of a case."""
+
+    fold = False
+
+    def __init__(self, config: List[Dict[str, Any]]) -> None:
+        self.config = config
+
+
+class Tied(nn.Module):
+    """One layer under two names; NNI wraps the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = self.a
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x)))
+
+
+class Twice(nn.Module):
+    """One layer, used twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(torch.relu(self.a(x)))
+
+
+class Selecting(nn.Module):
+    """A layer that sees a selection of the rows, in a shard perhaps none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, 0] > 0
+        h = self.a(x)
+        return h.index_add(0, chosen.nonzero().flatten(), self.b(h[chosen]))
+
+
+def batches(select: bool = False) -> List[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(size, 4, generator=generator) for size in (6, 5, 4)]
+    if select:
+        for x in made:
+            x[:, 0] = torch.where(torch.arange(len(x)) >= len(x) // 2 + 1, 1.0, -1.0)
+    return made
+
+
+def train(
+    make: Callable[[], nn.Module], config: Any, count: int, loss: Any, xs: List[Tensor]
+) -> Tuple[List[float], Dict[str, Tensor]]:
+    torch.manual_seed(0)
+    net = make()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if MODERN:
+        stock_class()(net, config, optimizer, dummy_input=torch.randn(4, 4)).compress()
+    else:
+        make_quantizer(stock_class(), Named(config), net, optimizer, RELEASE)
+    model = net if count == 1 else replicated(count)(net)
+    model.train()
+    losses = []
+    for x in xs:
+        optimizer.zero_grad()
+        value = loss(model, x)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses, snapshot(net)
+
+
+def once(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) * torch.linspace(-1, 1, 4)).square().mean()
+
+
+def two_forwards(model: nn.Module, x: Tensor) -> Tensor:
+    return once(model, x) + once(model, 0.3 * x)
+
+
+CASES = {
+    "tied": (Tied, WEIGHT, once),
+    "tied, two forwards": (Tied, WEIGHT, two_forwards),
+    "twice": (Twice, WEIGHT, once),
+    "two forwards": (Twice, WEIGHT, two_forwards),
+    "selecting": (Selecting, WEIGHT, once),
+}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_stock_on_one_device(name: str, count: int) -> None:
+    """Loss per step and state_dict."""
+    make, config, loss = CASES[name]
+    xs = batches(select=make is Selecting)
+    with stock_nni():
+        losses, state = train(make, config, 1, loss, xs)
+    with patched():
+        found, found_state = train(make, config, count, loss, xs)
+    assert found == pytest.approx(losses, rel=1e-4)
+    for key, tensor in state.items():
+        torch.testing.assert_close(found_state[key].flatten(), tensor.flatten(), rtol=2e-3, atol=2e-4, msg=key)
+
+
+@pytest.mark.parametrize("make", [Twice, Selecting])
+def test_ranges_of_several_uses_are_the_whole_batchs(make: Any) -> None:
+    """Tracked ranges and scales of replicas are those of the same fixes on one device (and there of stock, elsewhere)."""
+    xs = batches(select=make is Selecting)
+    with patched():
+        losses, state = train(make, OUTPUT, 1, once, xs)
+        for count in (2, 3):
+            found, found_state = train(make, OUTPUT, count, once, xs)
+            assert found == pytest.approx(losses, rel=1e-4)
+            for key, tensor in state.items():
+                torch.testing.assert_close(found_state[key], tensor, rtol=2e-3, atol=2e-4, msg=key)
+
+
+def test_an_empty_batch_is_refused_as_on_one_device() -> None:
+    """No shard has anything to observe: torch's own error, not an infinite range."""
+
+    class Nothing(Selecting):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.b(x[:0]).sum()
+
+    with patched(), pytest.raises(RuntimeError, match=r"numel|non-zero|empty|zero-size"):
+        train(Nothing, OUTPUT, 2, once, batches())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("config", [WEIGHT, OUTPUT], ids=["weight", "output"])
+def test_activation_checkpointing_counts_a_batch_once(reentrant: bool, config: Any) -> None:
+    """A forward recomputed in backward leaves the statistics of the first: as without checkpointing."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self, on: bool) -> None:
+            super().__init__()
+            self.p, self.a, self.on = nn.Parameter(torch.ones(4)), nn.Linear(4, 4), on
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * self.p
+            y = checkpoint(self.a, x, use_reentrant=reentrant) if self.on and self.training else self.a(x)
+            return y + self.a(2 * x)
+
+    with patched():
+        expected = train(lambda: Checkpointed(False), config, 1, once, batches())
+        for count in (1, 2):
+            losses, state = train(lambda: Checkpointed(True), config, count, once, batches())
+            assert losses == pytest.approx(expected[0], rel=1e-4)
+            for key, tensor in expected[1].items():
+                torch.testing.assert_close(state[key], tensor, rtol=2e-3, atol=2e-4, msg=key)
+
+
+def test_a_users_own_rounding_is_used() -> None:
+    """A subclass that overrides _quantize quantises its way, as with stock."""
+    calls: List[int] = []
+
+    def make(config: Any) -> Any:
+        class Floor(stock_class()):
+            def _quantize(self, *args: Any) -> Tensor:
+                calls.append(1)
+                return super()._quantize(*args).floor()
+
+        net = Twice()
+        more = {"dummy_input": torch.randn(4, 4)} if MODERN else {}
+        Floor(net, config, torch.optim.SGD(net.parameters(), lr=0.1), **more)
+        return net
+
+    with patched():
+        make(OUTPUT)(batches()[0])
+    assert len(calls) >= 4
+
+
+def test_float_weights_loaded_after_compress_are_trained() -> None:
+    """strict=False with the plain names reaches the trained weight, as through stock's alias."""
+    with patched():
+        torch.manual_seed(0)
+        net = Twice()
+        make_net = {"dummy_input": torch.randn(4, 4)} if MODERN else {}
+        stock_class()(net, WEIGHT, torch.optim.SGD(net.parameters(), lr=0.1), **make_net)
+        net.load_state_dict({"a.module.weight": torch.full((4, 4), 0.5), "a.module.bias": torch.zeros(4)}, strict=False)
+        assert net.a.module.old_weight.unique().tolist() == [0.5]
+        with pytest.raises(RuntimeError, match=r"Missing key.*a\.module\.old_weight"):
+            net.load_state_dict({"a.module.weight": torch.ones(4, 4), "a.module.bias": torch.zeros(4)})
