@@ -10,7 +10,7 @@ are copied into the buffers that were there, which keep identity, shape, dtype a
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Dict, FrozenSet, Optional, Type
+from typing import Dict, FrozenSet, List, Optional, Tuple, Type
 
 import torch
 from torch import Tensor
@@ -83,11 +83,11 @@ class recorded:
 
 
 def _fits(old: Optional[Tensor], new: Optional[Tensor]) -> bool:
-    return old is not None and new is not None and old.numel() == new.numel()
+    return old is not None and new is not None and (old.shape == new.shape or old.numel() == new.numel())
 
 
-def _copy(pairs: list) -> None:
+def _copy(pairs: List[Tuple[Optional[Tensor], Optional[Tensor]]]) -> None:
     with torch.no_grad():
         for old, new in pairs:
-            if _fits(old, new):
+            if old is not None and new is not None and _fits(old, new):
                 old.copy_(new if new.shape == old.shape else new.reshape(old.shape))

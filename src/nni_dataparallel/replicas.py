@@ -64,7 +64,7 @@ def is_replica(module: Module) -> bool:
 
 
 def recomputing() -> bool:
-    """Whether this forward runs inside a backward (activation checkpointing)."""
+    """Whether this forward runs inside a backward (activation checkpointing); unknown to torch < 2.0."""
     task = getattr(torch._C, "_current_graph_task_id", None)
     return task is not None and task() != -1
 

