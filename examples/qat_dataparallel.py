@@ -1,4 +1,4 @@
-"""Quantization-aware training on all GPUs with NNI 2.x: the script of one GPU, and one line.
+"""Quantization-aware training on all GPUs with NNI 2.5 - 2.10.1: the script of one GPU, and one line.
 
     python examples/qat_dataparallel.py
 

@@ -7,7 +7,7 @@ from typing import Iterator
 
 import pytest
 
-from nni_dataparallel import api, fixes
+from nni_dataparallel import api, fixes, patching, replicas
 
 logging.getLogger("nni").setLevel(logging.ERROR)
 RELEASE = fixes.installed_release()
@@ -19,6 +19,16 @@ def stock_nni() -> Iterator[None]:
     api.unpatch()
     yield
     api.unpatch()
+
+
+@pytest.fixture
+def worker_contexts() -> Iterator[None]:
+    """The wrapped names of torch.nn.parallel, without NNI."""
+    for fix in replicas.FIXES:
+        patching.install(fix, "test")
+    yield
+    for fix in replicas.FIXES:
+        patching.uninstall(fix, "test")
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ from nni_dataparallel import is_patched, patched
 CASES = cases_for(RELEASE)
 STARTING = [case for case in CASES if case.start]
 REPLICAS = (2, 3, 4)
+STOCK_REPLICAS = (2, 4)
 MODERN = RELEASE not in ("2.0", "2.1", "2.2", "2.3", "2.4")
 
 pytestmark = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no QAT_Quantizer")
@@ -66,7 +67,7 @@ def quantizer_class(request: pytest.FixtureRequest) -> Iterator[Any]:
 @each_count
 def test_replicas_equal_one_device(case: Case, replicas: int, quantizer_class: Any, on_one_device: Record) -> None:
     """Loss per step, state_dict, evaluation under DataParallel, export, calibration: as stock on one device."""
-    record = train(quantizer_class, case, RELEASE, replicated(replicas))
+    record = train(quantizer_class, case, RELEASE, replicated(replicas, check=replicas == 3))
     assert differences(on_one_device, record) == []
 
 
@@ -83,7 +84,7 @@ def test_double_precision(case: Case, count: int, quantizer_class: Any, monkeypa
     """In float64, where NNI's own buffers stay float32: one device bit for bit, replicas far closer than in float32."""
     monkeypatch.setattr(harness, "DTYPE", [torch.float64])
     expected = reference(case, RELEASE)
-    record = train(quantizer_class, case, RELEASE, one_device if count == 1 else replicated(count))
+    record = train(quantizer_class, case, RELEASE, one_device if count == 1 else replicated(count, check=False))
     if count > 1:
         monkeypatch.setattr(harness, "RTOL", 1e-6)
         monkeypatch.setattr(harness, "ATOL", 1e-6)
@@ -91,7 +92,7 @@ def test_double_precision(case: Case, count: int, quantizer_class: Any, monkeypa
 
 
 @each_case
-@each_count
+@pytest.mark.parametrize("replicas", STOCK_REPLICAS)
 @pytest.mark.xfail(reason="stock NNI under DataParallel: observer state and quantised weights are lost on replicas")
 def test_stock_replicas_equal_one_device(case: Case, replicas: int, on_one_device: Record) -> None:
     """The fault this library exists for; the day it passes on stock, the fix is not needed any more."""
@@ -102,7 +103,7 @@ def test_stock_replicas_equal_one_device(case: Case, replicas: int, on_one_devic
 @pytest.mark.parametrize("count", [1, 3])
 def test_ranges_do_not_depend_on_gradients(case: Case, count: int, quantizer_class: Any) -> None:
     """At learning rate 0 every activation is the same, and so is every tracked range, exactly."""
-    wrap = one_device if count == 1 else replicated(count)
+    wrap = one_device if count == 1 else replicated(count, check=False)
     stock = reference(case, RELEASE, lr=0.0)
     record = train(quantizer_class, case, RELEASE, wrap, lr=0.0)
     for name in (n for n in stock.state if "tracked" in n):

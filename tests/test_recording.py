@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nni_dataparallel import patching, rehearse, replicas
+from nni_dataparallel import rehearse, replicas
 from nni_dataparallel.recording import recorded
 
+pytestmark = pytest.mark.usefixtures("worker_contexts")
 NAMES = frozenset({"seen", "untouched"})
 
 
@@ -29,15 +29,6 @@ class Rebinding(nn.Module):
             total = replicas.all_reduce(torch.tensor([float(len(x))]), "sum", self, "seen")
             self.seen = self.seen + total * self.weight
         return x * self.weight
-
-
-@pytest.fixture(autouse=True)
-def contexts() -> Iterator[None]:
-    for fix in replicas.FIXES:
-        patching.install(fix, "test")
-    yield
-    for fix in replicas.FIXES:
-        patching.uninstall(fix, "test")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

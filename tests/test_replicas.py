@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from typing import Any, Callable, Dict, Iterator, List
+from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
@@ -13,20 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from nni_dataparallel import patching, rehearse, rendezvous, replicas
+from nni_dataparallel import rehearse, rendezvous, replicas
 from nni_dataparallel.virtual import VirtualDevice, virtual_devices
 
+pytestmark = pytest.mark.usefixtures("worker_contexts")
 TIMEOUT = 30
-
-
-@pytest.fixture(autouse=True)
-def contexts() -> Iterator[None]:
-    """The wrapped names of torch.nn.parallel, without NNI."""
-    for fix in replicas.FIXES:
-        patching.install(fix, "test")
-    yield
-    for fix in replicas.FIXES:
-        patching.uninstall(fix, "test")
 
 
 class Probe(nn.Module):

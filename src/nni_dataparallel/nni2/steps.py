@@ -6,6 +6,7 @@ is read once per change.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any, Callable, Tuple
 
@@ -15,6 +16,7 @@ from .wrapping import follow_parameters
 
 __all__ = ["idle", "read_steps", "start_step", "step_with_optimizer", "warming_up"]
 
+_lock = threading.Lock()
 _read: weakref.WeakKeyDictionary[Any, Tuple[Any, int, int]] = weakref.WeakKeyDictionary()
 
 
@@ -26,9 +28,12 @@ def read_steps(quantizer: Any) -> int:
     known = _read.get(quantizer)
     if known is not None and known[0]() is steps and known[1] == steps._version:
         return known[2]
-    version, value = steps._version, int(steps)
-    _read[quantizer] = (weakref.ref(steps), version, value)
-    return value
+    with _lock:  # replicas ask at the same time; one of them reads
+        known = _read.get(quantizer)
+        if known is None or known[0]() is not steps or known[1] != steps._version:
+            version = steps._version
+            known = _read[quantizer] = (weakref.ref(steps), version, int(steps))
+    return known[2]
 
 
 def start_step(wrapper: Any) -> int:
