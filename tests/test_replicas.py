@@ -247,9 +247,12 @@ def test_the_functions_imported_from_where_they_are_defined() -> None:
 def test_different_models_side_by_side_are_not_merged() -> None:
     """parallel_apply over an ensemble: each model is alone."""
     models = [Probe(lambda self, x: torch.full_like(x, replicas.size())) for _ in range(2)]
+    ids = [VirtualDevice(0), VirtualDevice(1)]
     with virtual_devices(2):
-        outputs = nn.parallel.parallel_apply(models, [torch.ones(1, 1)] * 2, None, [VirtualDevice(0), VirtualDevice(1)])
-    assert torch.cat(outputs).unique().tolist() == [1]
+        copies = [nn.parallel.replicate(model, ids)[i] for i, model in enumerate(models)]
+        for side_by_side in (models, copies):
+            outputs = nn.parallel.parallel_apply(side_by_side, [torch.ones(1, 1)] * 2, None, ids)
+            assert torch.cat(outputs).unique().tolist() == [1]
 
 
 def test_replicas_are_freed_without_the_garbage_collector() -> None:

@@ -67,7 +67,7 @@ class recorded:
             return  # recomputed in backward: the forward's values are recorded already
         changed = [(n, b, buffers[n]) for n, b in self._before.items() if buffers[n] is not b]
         if here is not None:
-            here.note_update(self._module)
+            here.note_update(self._module, self._names)
             if here.rank == 0:
                 # A second use of the module in this forward finds the fresh tensors, with their graph.
                 homes = here.homes.setdefault(id(self._module), {})

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Dict, FrozenSet, List, Optional, Sequence, Tuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -148,9 +148,10 @@ class Replica:
         name = f"{slot} of layer {position} ({type(module).__name__})"
         return Place(self._visits[(position, slot)], position, slot, getattr(module, "name", name))
 
-    def note_update(self, module: Module) -> None:
-        """Tell the group that ``module``'s buffers were updated here."""
-        self.group.report(self, module)
+    def note_update(self, module: Module, names: FrozenSet[str]) -> None:
+        """Tell the group that ``module``'s buffers ``names`` were updated here."""
+        with self.group.changed:
+            self.group.updated.setdefault(self.position(module), []).append((self.rank, module, names))
 
     def local(self, module: M) -> M:
         """This replica's copy of the network's ``module``; ``module`` where there is none."""
@@ -172,12 +173,7 @@ class _Group(Rendezvous):
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
-        self.updated: Dict[int, List[Tuple[int, Module]]] = {}
-
-    def report(self, replica: Replica, module: Module) -> None:
-        """Note that ``module``'s buffers were updated on ``replica``."""
-        with self.changed:
-            self.updated.setdefault(replica.position(module), []).append((replica.rank, module))
+        self.updated: Dict[int, List[Tuple[int, Module, FrozenSet[str]]]] = {}
 
     def settle(self, network: Module) -> None:
         """Give the network the updates of layers that replica 0 did not run itself.
@@ -187,13 +183,13 @@ class _Group(Rendezvous):
         """
         originals: Optional[List[Module]] = None
         for position, reports in self.updated.items():
-            if position < 0 or any(r == 0 for r, _ in reports):
+            if position < 0 or any(r == 0 for r, _, _ in reports):
                 continue
             originals = originals or list(network.modules())
-            source = min(reports, key=lambda report: report[0])[1]
+            _, source, names = min(reports, key=lambda report: report[0])
             with torch.no_grad():
-                for name, buffer in originals[position]._buffers.items():
-                    newer = source._buffers.get(name)
+                for name in names:
+                    buffer, newer = originals[position]._buffers.get(name), source._buffers.get(name)
                     if buffer is not None and newer is not None and newer.numel() == buffer.numel():
                         buffer.copy_(newer.detach().reshape(buffer.shape))
 
@@ -217,7 +213,9 @@ def _parallel_apply(
         return stock(modules, inputs, kwargs_tup, devices)
     references = [_networks.get(module) for module in modules]
     networks = [None if reference is None else reference() for reference in references]
-    network = networks[0] if networks and all(n is networks[0] for n in networks) else None
+    if any(n is not networks[0] for n in networks):
+        return stock(modules, inputs, kwargs_tup, devices)
+    network = networks[0] if networks else None
     group = _Group(len(modules))
     if devices is None:
         for index, given in enumerate(inputs):

@@ -58,7 +58,7 @@ class Unquantised:
 
     def load(self, state: Dict[str, Any]) -> None:
         """Decide by a layer's entries of a ``state_dict``: scales at their first value were never set."""
-        if "scale" in state:  # 2.0 - 2.4
+        if "scale" in state and "zero_point" in state:  # 2.0 - 2.4
             self.value = bool((state["scale"] == 1).all() and (state["zero_point"] == 0).all())
             return
         scales = [value for name, value in state.items() if name.endswith("_scale")]
