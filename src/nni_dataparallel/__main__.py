@@ -46,10 +46,7 @@ def _status() -> int:
     print(f"NNI {release}: {len(rows)} fixes")
     wrong = 0
     for row in rows:
-        try:
-            problem = patching.check(row)
-        except ImportError as error:
-            problem = f"{row.module} {patching.explain(error)}"
+        problem = patching.check(row)
         wrong += problem is not None
         print(f"  {'fits ' if problem is None else 'WRONG'}  {row.target}\n         {problem or row.reason}")
     return 1 if wrong else 0

@@ -207,11 +207,12 @@ def rows_for(release: str) -> List[Fix]:
     UnsupportedReleaseError
         When the release is unknown or has no rows.
     """
-    covered = covered_releases()
-    if release not in covered:
+    rows = [fix for fix in FIXES if fix.fits(release)] if release in RELEASES else []
+    if not any(fix.releases for fix in rows):
         known = "is not covered yet by" if release in RELEASES else "is unknown to"
         raise UnsupportedReleaseError(
-            f"NNI {release} {known} nni_dataparallel; nothing was patched. Covered releases: {', '.join(covered)}. "
+            f"NNI {release} {known} nni_dataparallel; nothing was patched. "
+            f"Covered releases: {', '.join(covered_releases())}. "
             "Install one of them, for example: pip install nni==2.10.1"
         )
-    return [fix for fix in FIXES if fix.fits(release)]
+    return rows

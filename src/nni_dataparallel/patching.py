@@ -101,18 +101,18 @@ def _plain(attribute: Any) -> Callable[..., Any]:
 
 
 def check(fix: Fix) -> Optional[str]:
-    """Say in one sentence why ``fix`` does not fit what is installed; None where it fits.
-
-    Raises
-    ------
-    ImportError
-        When the target's module does not exist at all.
-    """
+    """Say in one sentence why ``fix`` does not fit what is installed; None where it fits."""
     if fix.target in _installed:
         return None
     try:
         owner, name = _locate(fix)
         stock = inspect.getattr_static(owner, name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("nni"):
+            return f"{fix.module} cannot be imported ({error})"
+        return f"{fix.module} cannot be imported, {error.name!r} is not installed: pip install {error.name}"
+    except ImportError as error:
+        return f"{fix.module} cannot be imported ({error})"
     except AttributeError as error:
         return f"{fix.target} does not exist ({error})"
     if not fix.inherited and name not in vars(owner):
@@ -196,21 +196,11 @@ def is_live(fix: Fix) -> bool:
     return entry is not None and vars(entry.owner).get(entry.attribute) is entry.placed
 
 
-def explain(error: ImportError) -> str:
-    """Why a target's module cannot be imported, with the remedy where a package is missing."""
-    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("nni"):
-        return f"cannot be imported, {error.name!r} is not installed: pip install {error.name}"
-    return f"cannot be imported ({error})"
-
-
 def require(fixes: Iterable[Fix]) -> None:
     """Raise :class:`PatchError` naming every row that does not fit; change nothing."""
     problems: Dict[str, None] = {}  # an ordered set: one missing package concerns many rows
     for fix in fixes:
-        try:
-            problem = check(fix)
-        except ImportError as error:
-            problem = f"{fix.module} {explain(error)}"
+        problem = check(fix)
         if problem:
             problems[problem] = None
     if problems:

@@ -65,7 +65,11 @@ class recorded:
         here = replicas.current()
         if here is None and replicas.is_replica(self._module):
             return  # recomputed in backward: the forward's values are recorded already
-        changed = [(n, b, buffers[n]) for n, b in self._before.items() if buffers[n] is not b]
+        changed: List[Tuple[str, Tensor, Tensor]] = []
+        for name, old in self._before.items():
+            new = buffers[name]
+            if old is not None and new is not None and new is not old and new.numel() == old.numel():
+                changed.append((name, old, new))
         if here is not None:
             here.note_update(self._module, self._names)
             if here.rank == 0:
@@ -77,17 +81,10 @@ class recorded:
         if self._keep:
             self._module.__dict__.setdefault("_recorded_into", {}).update({n: old for n, old, _ in changed})
         else:
-            for name, old, new in changed:
-                if _fits(old, new):
-                    buffers[name] = old
+            buffers.update({name: old for name, old, _ in changed})
 
 
-def _fits(old: Optional[Tensor], new: Optional[Tensor]) -> bool:
-    return old is not None and new is not None and (old.shape == new.shape or old.numel() == new.numel())
-
-
-def _copy(pairs: List[Tuple[Optional[Tensor], Optional[Tensor]]]) -> None:
+def _copy(pairs: List[Tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         for old, new in pairs:
-            if old is not None and new is not None and _fits(old, new):
-                old.copy_(new if new.shape == old.shape else new.reshape(old.shape))
+            old.copy_(new if new.shape == old.shape else new.reshape(old.shape))

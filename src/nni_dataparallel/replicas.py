@@ -116,7 +116,7 @@ class Replica:
         self.rank = rank
         self.begun = False
         self.fatal: Optional[BaseException] = None
-        self.homes: Dict[int, Dict[str, Optional[Tensor]]] = {}
+        self.homes: Dict[int, Dict[str, Tensor]] = {}
         self._visits: Counter[Tuple[int, str]] = Counter()
         self._positions: Optional[Dict[int, int]] = None
         self._copies: Optional[Dict[int, Module]] = None

@@ -19,7 +19,6 @@ __all__ = ["fixed_class", "quantizer"]
 
 HOLDER = "subclasses"
 _made: Dict[type, type] = {}
-_by_name: Dict[str, type] = {}
 
 
 def quantizer(name: str) -> type:
@@ -65,8 +64,6 @@ def fixed_class(stock: type, module: str = __name__) -> type:
     namespace.update(__module__=module, __qualname__=stock.__name__, __doc__=stock.__doc__)
     made = type(stock)(stock.__name__, (stock,), namespace)
     _made[stock] = _made[made] = made
-    if module == __name__:
-        _by_name[stock.__name__] = made
     return made
 
 
@@ -95,7 +92,7 @@ def __getattr__(name: str) -> Any:
     """Make helper classes on demand, for an unpickled model in a fresh process."""
     for module, path in _helpers():
         if path == name:
-            return _by_name.get(name) or fixed_class(getattr(importlib.import_module(module), path))
+            return fixed_class(getattr(importlib.import_module(module), path))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

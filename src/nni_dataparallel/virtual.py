@@ -38,7 +38,7 @@ _active = _Local()
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, count: int, ownership: Optional[Ownership], *tensors: Tensor) -> Tuple[Tensor, ...]:
-        ctx.count, ctx.width = count, len(tensors)
+        ctx.width = len(tensors)
         copies = _broadcast(tensors, count, ownership)
         fixed = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if not needed]
         ctx.mark_non_differentiable(*(copy[i] for copy in copies for i in fixed))
@@ -102,13 +102,12 @@ class _Gather(torch.autograd.Function):
 class _Primitive:
     """Stands in for an autograd function: virtual devices come here, others go to torch's own."""
 
-    def __init__(self, stock: Any, index: int, virtual: Callable[..., Any]) -> None:
-        self._stock, self._index, self._virtual = stock, index, virtual
+    def __init__(self, stock: Any, virtual: Callable[..., Any]) -> None:
+        self._stock, self._virtual = stock, virtual
 
-    def apply(self, *args: Any) -> Any:
-        target = args[self._index]
+    def apply(self, target: Any, *args: Any) -> Any:
         first = target[0] if isinstance(target, (list, tuple)) and target else target
-        return self._virtual(*args) if isinstance(first, VirtualDevice) else self._stock.apply(*args)
+        return self._virtual(target, *args) if isinstance(first, VirtualDevice) else self._stock.apply(target, *args)
 
 
 def _scatter(devices: Sequence[int], sizes: Any, dim: int, x: Tensor) -> Tuple[Tensor, ...]:
@@ -133,7 +132,7 @@ def _broadcaster(stock: Callable[..., Any]) -> Callable[..., Any]:
     return broadcast
 
 
-class _Stream(contextlib.ContextDecorator):
+class _Stream:
     """A stream of a virtual device; entering it in a worker starts the ownership check there."""
 
     def __init__(self, ownership: Optional[Ownership]) -> None:
@@ -212,8 +211,8 @@ class _TorchOfCpu(_Torch):
 
 def _replacements() -> Dict[Tuple[str, str], Callable[[Any], Any]]:
     return {
-        ("scatter_gather", "Scatter"): lambda stock: _Primitive(stock, 0, _scatter),
-        ("scatter_gather", "Gather"): lambda stock: _Primitive(stock, 0, _gather),
+        ("scatter_gather", "Scatter"): lambda stock: _Primitive(stock, _scatter),
+        ("scatter_gather", "Gather"): lambda stock: _Primitive(stock, _gather),
         ("replicate", "_broadcast_coalesced_reshape"): _broadcaster,
         ("parallel_apply", "torch"): lambda stock: _Torch(),
         ("parallel_apply", "autocast"): _autocast,

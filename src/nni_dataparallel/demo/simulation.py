@@ -36,9 +36,9 @@ def simulate_export(model: nn.Module, state: Dict[str, Tensor], calibration: Dic
     Parameters
     ----------
     model
-        The network before it was compressed; changed in place and put into evaluation mode.
+        The network before it was compressed, on the CPU; changed in place and put into evaluation mode.
     state
-        The file that ``export_model`` wrote.
+        The file that ``export_model`` wrote, loaded to the CPU.
     calibration
         The calibration config that ``export_model`` returned.
 
@@ -59,7 +59,7 @@ def simulate_export(model: nn.Module, state: Dict[str, Tensor], calibration: Dic
             with torch.no_grad():
                 module.weight.copy_(fake_quantize(module.weight, scale, zero_point, 0, qmax))
         arriving, leaving = _activation_grid(config, "input"), _activation_grid(config, "output")
-        if arriving is not None and "input_bits" in config:
+        if arriving is not None:
             module.register_forward_pre_hook(lambda _, x, grid=arriving: (fake_quantize(x[0], grid[0], grid[1], 0, grid[2]),))
         if leaving is not None:
             module.register_forward_hook(lambda _, x, y, grid=leaving: fake_quantize(y, grid[0], grid[1], 0, grid[2]))

@@ -127,9 +127,9 @@ def train(kind: str, replicas: int, epochs: int, samples: Tuple[Tensor, ...], st
             with tempfile.TemporaryDirectory() as folder:
                 path = str(Path(folder) / "model.pth")
                 calibration = quantizer.export_model(path)
-                deployed = simulate_export(Net().to(x), torch.load(path), calibration)
+                deployed = simulate_export(Net().to(x.dtype), torch.load(path, map_location="cpu"), calibration)
             with torch.no_grad():
-                run.accuracy = (deployed(test_x).argmax(1) == test_y).float().mean().item()
+                run.accuracy = (deployed(test_x.cpu()).argmax(1) == test_y.cpu()).float().mean().item()
     except Exception as error:
         run.error = f"{type(error).__name__}: {error}"
     return run

@@ -96,8 +96,6 @@ def export_model(stock: Callable[..., Any], self: Any, model_path: Any, *args: A
         write(model, path, calibration_config, *rest, **named)
 
     with _one_value_each(self) as many:
-        if not many:
-            return stock(self, model_path, *args, **kwargs)
         self.export_model_save = save
         try:
             return stock(self, model_path, *args, **kwargs)
