@@ -92,6 +92,11 @@ CASES: List[Case] = [
 ]
 
 
+def is_modern(release: str) -> bool:
+    """Whether QAT_Quantizer is that of 2.5 and later, which needs a ``dummy_input``."""
+    return SpecifierSet(MODERN).contains(release, prereleases=True)
+
+
 def cases_for(release: str) -> List[Case]:
     """The cases that an NNI release offers."""
     return [case for case in CASES if case.fits(release)]

@@ -6,11 +6,13 @@ import logging
 from typing import Iterator
 
 import pytest
+from cases import is_modern
 
 from nni_dataparallel import api, fixes, patching, replicas
 
 logging.getLogger("nni").setLevel(logging.ERROR)
 RELEASE = fixes.installed_release()
+IS_MODERN = is_modern(RELEASE)
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +31,3 @@ def worker_contexts() -> Iterator[None]:
     yield
     for fix in replicas.FIXES:
         patching.uninstall(fix, "test")
-
-
-@pytest.fixture
-def release() -> str:
-    """The installed NNI release."""
-    return RELEASE

@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 from unittest import mock
 
 import torch
-from cases import Case
+from cases import Case, is_modern
 from torch import Tensor, nn
 
 from nni_dataparallel import is_patched, patch, patched, rehearse, unpatch
@@ -88,9 +88,11 @@ def make_net(case: Case, seed: int = 0) -> Net:
     return net.to(DTYPE[0])
 
 
-def make_quantizer(quantizer_class: Any, case: Case, net: nn.Module, optimizer: Any, release: str) -> Any:
-    modern = tuple(int(part) for part in release.split(".")[:2]) >= (2, 5)
-    arguments = {"dummy_input": torch.randn(1, 1, 8, 8, dtype=DTYPE[0])} if case.fold or modern else {}
+def make_quantizer(
+    quantizer_class: Any, case: Case, net: nn.Module, optimizer: Any, release: str, shape: Tuple[int, ...] = (1, 1, 8, 8)
+) -> Any:
+    modern = is_modern(release)
+    arguments = {"dummy_input": torch.randn(shape, dtype=DTYPE[0])} if case.fold or modern else {}
     untraced = contextlib.nullcontext()
     if modern and not case.fold:
         # Half of a test's time goes into tracing the network for batch norms to fold; here there are none.
@@ -125,6 +127,11 @@ def snapshot(model: nn.Module) -> Dict[str, Tensor]:
     return {name: t.detach().clone() for name, t in model.state_dict().items()}
 
 
+def ranges(model: nn.Module) -> Dict[str, Tensor]:
+    """The tracked ranges in the model's state."""
+    return {name: t for name, t in snapshot(model).items() if "tracked" in name}
+
+
 Wrap = Callable[[nn.Module], nn.Module]
 
 
@@ -133,7 +140,8 @@ def one_device(model: nn.Module) -> nn.Module:
 
 
 def replicated(count: int, check: bool = True) -> Wrap:
-    return lambda model: rehearse(model, count, check=check)
+    """``count`` virtual devices; the plain model for one."""
+    return one_device if count == 1 else lambda model: rehearse(model, count, check=check)
 
 
 def start_training(quantizer_class: Any, case: Case, release: str, lr: float = LEARNING_RATE) -> Tuple[Net, Any, Any]:
@@ -176,7 +184,7 @@ def train(
     for batch in data()[len(record.losses) :]:
         record.losses.append(step(model, optimizer, batch))
         if not record.first:
-            record.first = {k: t for k, t in snapshot(net).items() if "tracked" in k}
+            record.first = ranges(net)
     record.state = snapshot(net)
     if lr:
         finish(record, quantizer_class, quantizer, net, model, case, release)
@@ -201,7 +209,7 @@ def warm_up(quantizer_class: Any, case: Case, release: str) -> Resume:
     losses, first = [], {}
     for batch in data()[: case.start - 1]:
         losses.append(step(net, optimizer, batch))
-        first = first or {k: t for k, t in snapshot(net).items() if "tracked" in k}
+        first = first or ranges(net)
     return Resume(snapshot(net), copy.deepcopy(optimizer.state_dict()), losses, first)
 
 
@@ -254,7 +262,7 @@ def finish(record: Record, quantizer_class: Any, quantizer: Any, net: Any, model
     if hasattr(quantizer, "load_calibration_config"):
         fresh_net, _, fresh = start_training(quantizer_class, case, release)
         fresh.load_calibration_config(record.calibration)
-        record.reloaded = {k: t for k, t in snapshot(fresh_net).items() if "tracked" in k}
+        record.reloaded = ranges(fresh_net)
 
 
 def _differs(name: str, a: Any, b: Any, rtol: float, atol: float) -> List[str]:

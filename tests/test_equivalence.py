@@ -12,7 +12,7 @@ import harness
 import pytest
 import torch
 from cases import Case, cases_for
-from conftest import RELEASE
+from conftest import IS_MODERN, RELEASE
 from harness import (
     Record,
     data,
@@ -38,7 +38,6 @@ CASES = cases_for(RELEASE)
 STARTING = [case for case in CASES if case.start]
 REPLICAS = (2, 3, 4)
 STOCK_REPLICAS = (2, 4)
-MODERN = RELEASE not in ("2.0", "2.1", "2.2", "2.3", "2.4")
 
 pytestmark = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no QAT_Quantizer")
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -84,7 +83,7 @@ def test_double_precision(case: Case, count: int, quantizer_class: Any, monkeypa
     """In float64, where NNI's own buffers stay float32: one device bit for bit, replicas far closer than in float32."""
     monkeypatch.setattr(harness, "DTYPE", [torch.float64])
     expected = reference(case, RELEASE)
-    record = train(quantizer_class, case, RELEASE, one_device if count == 1 else replicated(count, check=False))
+    record = train(quantizer_class, case, RELEASE, replicated(count, check=False))
     if count > 1:
         monkeypatch.setattr(harness, "RTOL", 1e-6)
         monkeypatch.setattr(harness, "ATOL", 1e-6)
@@ -103,7 +102,7 @@ def test_stock_replicas_equal_one_device(case: Case, replicas: int, on_one_devic
 @pytest.mark.parametrize("count", [1, 3])
 def test_ranges_do_not_depend_on_gradients(case: Case, count: int, quantizer_class: Any) -> None:
     """At learning rate 0 every activation is the same, and so is every tracked range, exactly."""
-    wrap = one_device if count == 1 else replicated(count, check=False)
+    wrap = replicated(count, check=False)
     stock = reference(case, RELEASE, lr=0.0)
     record = train(quantizer_class, case, RELEASE, wrap, lr=0.0)
     for name in (n for n in stock.state if "tracked" in n):
@@ -133,7 +132,7 @@ def test_warm_up_trains_the_float_model(case: Case, quantizer_class: Any) -> Non
 @pytest.mark.xfail(reason="stock NNI zeroes every gradient of a quantised layer before quant_start_step")
 def test_stock_warm_up_trains_the_float_model(case: Case) -> None:
     """The fault that the repaired warm-up mends."""
-    if not MODERN:
+    if not IS_MODERN:
         pytest.skip("these releases train the weights of this network during the warm-up")
     test_warm_up_trains_the_float_model(case, stock_class())
 
@@ -143,7 +142,7 @@ def test_stock_warm_up_trains_the_float_model(case: Case) -> None:
 def test_buffers_keep_their_identity(case: Case, count: int, quantizer_class: Any) -> None:
     """Every buffer is the same object before and after a forward, plain, detached, with storage of its own."""
     net, optimizer, _ = start_training(quantizer_class, case, RELEASE)
-    model = one_device(net) if count == 1 else replicated(count)(net)
+    model = replicated(count)(net)
     before = {name: (id(b), b.data_ptr()) for name, b in net.named_buffers()}
     model.train()
     freeze_norms(model)
@@ -165,7 +164,7 @@ def test_buffers_keep_their_identity(case: Case, count: int, quantizer_class: An
 def test_the_trained_weight_stays_the_parameter(case: Case, count: int, quantizer_class: Any) -> None:
     """old_weight is the Parameter that gradients reach; weight holds the quantised weight after a forward."""
     net, _, quantizer = start_training(quantizer_class, case, RELEASE)
-    model = one_device(net) if count == 1 else replicated(count)(net)
+    model = replicated(count)(net)
     model.train()
     freeze_norms(model)
     model(data()[0][0]).sum().backward()
@@ -174,7 +173,7 @@ def test_the_trained_weight_stays_the_parameter(case: Case, count: int, quantize
             continue
         assert isinstance(wrapper.module.old_weight, nn.Parameter)
         assert wrapper.module.old_weight.grad is not None
-        if MODERN or case.start or case.name == "weight":
+        if IS_MODERN or case.start or case.name == "weight":
             # Elsewhere the range of an output starts at a hundredth of the batch's: everything is clamped.
             assert wrapper.module.old_weight.grad.abs().sum() > 0
         quantised = wrapper.module.weight
@@ -198,7 +197,7 @@ def test_signatures_and_docstrings_survive(quantizer_class: Any) -> None:
     assert found == look(stock_class())
 
 
-@pytest.mark.skipif(not MODERN, reason="per-channel schemes came with 2.5")
+@pytest.mark.skipif(not IS_MODERN, reason="per-channel schemes came with 2.5")
 def test_per_channel_ranges_are_exported(quantizer_class: Any) -> None:
     """Where stock dies in float(), a per-channel range is exported as a list, and loads back."""
     case = next(c for c in CASES if c.name == "per_channel_affine uint")

@@ -6,8 +6,8 @@ from typing import Any, Dict, List
 
 import pytest
 import torch
-from cases import cases_for
-from conftest import RELEASE
+from cases import Case, cases_for
+from conftest import IS_MODERN, RELEASE
 from harness import make_quantizer, replicated, stock_class
 from torch import Tensor, nn
 
@@ -15,7 +15,6 @@ from nni_dataparallel import patched
 
 pytestmark = pytest.mark.skipif(not cases_for(RELEASE), reason=f"NNI {RELEASE} has no QAT_Quantizer")
 OUTPUT = [{"quant_types": ["output"], "quant_bits": 8, "op_types": ["Conv2d"]}]
-MODERN = RELEASE not in ("2.0", "2.1", "2.2", "2.3", "2.4")
 
 
 class OneConv(nn.Module):
@@ -35,17 +34,10 @@ class OneConv(nn.Module):
         return y * 1 + z * 1 if self.safe else y + z
 
 
-class _Case:
-    fold = False
-
-    def __init__(self, config: List[Dict[str, Any]]) -> None:
-        self.config = config
-
-
 def gradients(net: nn.Module, config: List[Dict[str, Any]], loss: Any, count: int = 1) -> Dict[str, Tensor]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    make_quantizer(stock_class(), _Case(config), net, optimizer, RELEASE)
-    model = net if count == 1 else replicated(count)(net)
+    make_quantizer(stock_class(), Case("", "", config), net, optimizer, RELEASE)
+    model = replicated(count)(net)
     x = torch.linspace(-3, 3, 4 * 64).reshape(4, 1, 8, 8)
     with torch.no_grad():
         model.train()
@@ -102,8 +94,8 @@ def test_a_zero_range_is_finite(count: int, zero: str) -> None:
     x = torch.zeros(4, 1, 8, 8) if zero == "input" else torch.randn(4, 1, 8, 8)
     with patched():
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        make_quantizer(stock_class(), _Case(ZEROS), net, optimizer, RELEASE)
-        model = net if count == 1 else replicated(count)(net)
+        make_quantizer(stock_class(), Case("", "", ZEROS), net, optimizer, RELEASE)
+        model = replicated(count)(net)
         for _ in range(2):
             optimizer.zero_grad()
             y = model(x)
@@ -121,10 +113,10 @@ def test_evaluation_before_the_first_step_is_the_float_model() -> None:
     net, x = OneConv(), torch.randn(4, 1, 8, 8)
     expected = net(x)
     config = [{**entry, "quant_start_step": 5} for entry in ZEROS]
-    if MODERN:
+    if IS_MODERN:
         config[0]["quant_types"] = ["weight", "input", "output"]
     with patched():
-        make_quantizer(stock_class(), _Case(config), net, torch.optim.SGD(net.parameters(), lr=0.1), RELEASE)
+        make_quantizer(stock_class(), Case("", "", config), net, torch.optim.SGD(net.parameters(), lr=0.1), RELEASE)
         net.train()
         net(x)
         net.eval()
@@ -135,7 +127,7 @@ def test_two_forwards_before_one_backward() -> None:
     """What the first forward saved is still what it was when backward reads it."""
     net, x = OneConv(), torch.randn(4, 1, 8, 8)
     with patched():
-        make_quantizer(stock_class(), _Case(ZEROS), net, torch.optim.SGD(net.parameters(), lr=0.1), RELEASE)
+        make_quantizer(stock_class(), Case("", "", ZEROS), net, torch.optim.SGD(net.parameters(), lr=0.1), RELEASE)
         first = net(x)
         net.eval()
         evaluated = net(x)

@@ -144,6 +144,18 @@ def test_every_row_of_the_table_is_unique_and_explained() -> None:
     assert all(len(fix.reason) > 20 for fix in fixes.FIXES)
 
 
+def namespaces(rows: Any) -> Any:
+    """What stands in each class and module that the rows touch."""
+    return [dict(vars(patching._locate(fix)[0])) for fix in rows]
+
+
+def assert_same_objects(rows: Any, before: Any) -> None:
+    """Each touched namespace has the same names, for the very same objects."""
+    for fix, old, new in zip(rows, before, namespaces(rows)):
+        assert new.keys() == old.keys(), fix.target
+        assert all(new[key] is old[key] for key in old), fix.target
+
+
 covered = pytest.mark.skipif(RELEASE not in fixes.covered_releases(), reason=f"NNI {RELEASE} is not covered")
 
 
@@ -152,18 +164,14 @@ def test_unpatch_leaves_every_class_as_it_was() -> None:
     """patch(), twice, then unpatch(): each touched namespace has the same objects as before."""
     rows = fixes.rows_for(RELEASE)
     patching.require(rows)
-    owners = [patching._locate(fix)[0] for fix in rows]
-    before = [dict(vars(owner)) for owner in owners]
+    before = namespaces(rows)
     nni_dataparallel.patch()
     nni_dataparallel.patch()
     assert nni_dataparallel.is_patched()
     assert nni_dataparallel.patch_map() == dict.fromkeys([fix.target for fix in rows], True)
     nni_dataparallel.unpatch()
     assert not nni_dataparallel.is_patched()
-    for owner, old in zip(owners, before):
-        new = dict(vars(owner))
-        assert new.keys() == old.keys(), owner
-        assert all(new[key] is old[key] for key in old), owner
+    assert_same_objects(rows, before)
 
 
 @covered
@@ -220,8 +228,7 @@ def test_patching_from_many_threads_is_patching_once() -> None:
     """A race for patch() and unpatch() ends with stock classes."""
     rows = fixes.rows_for(RELEASE)
     patching.require(rows)
-    owners = [patching._locate(fix)[0] for fix in rows]
-    before = [dict(vars(owner)) for owner in owners]
+    before = namespaces(rows)
 
     def work() -> None:
         for _ in range(20):
@@ -234,7 +241,7 @@ def test_patching_from_many_threads_is_patching_once() -> None:
     for thread in threads:
         thread.join()
     nni_dataparallel.unpatch()
-    assert all(vars(o).get(k) is v for o, old in zip(owners, before) for k, v in old.items())
+    assert_same_objects(rows, before)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
 import torch
-from cases import cases_for
+from cases import Case, cases_for
 from conftest import RELEASE
 from harness import make_quantizer, replicated, snapshot, stock_class, stock_nni
 from torch import Tensor, nn
@@ -15,18 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from nni_dataparallel import patched
 
 pytestmark = pytest.mark.skipif(not cases_for(RELEASE), reason=f"NNI {RELEASE} has no QAT_Quantizer")
-MODERN = RELEASE not in ("2.0", "2.1", "2.2", "2.3", "2.4")
 WEIGHT = [{"quant_types": ["weight"], "quant_bits": 8, "op_types": ["Linear"]}]
 OUTPUT = [{"quant_types": ["weight", "output"], "quant_bits": 8, "op_types": ["Linear"]}]
-
-
-class Named:
-    """What make_quantizer() asks of a case."""
-
-    fold = False
-
-    def __init__(self, config: List[Dict[str, Any]]) -> None:
-        self.config = config
 
 
 class Tied(nn.Module):
@@ -80,11 +70,8 @@ def train(
     torch.manual_seed(0)
     net = make()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    if MODERN:
-        stock_class()(net, config, optimizer, dummy_input=torch.randn(4, 4)).compress()
-    else:
-        make_quantizer(stock_class(), Named(config), net, optimizer, RELEASE)
-    model = net if count == 1 else replicated(count)(net)
+    make_quantizer(stock_class(), Case("", "", config), net, optimizer, RELEASE, shape=(4, 4))
+    model = replicated(count)(net)
     model.train()
     losses = []
     for x in xs:
@@ -188,8 +175,7 @@ def test_a_users_own_rounding_is_used() -> None:
                 return super()._quantize(*args).floor()
 
         net = Twice()
-        more = {"dummy_input": torch.randn(4, 4)} if MODERN else {}
-        Floor(net, config, torch.optim.SGD(net.parameters(), lr=0.1), **more)
+        make_quantizer(Floor, Case("", "", config), net, torch.optim.SGD(net.parameters(), lr=0.1), RELEASE, shape=(4, 4))
         return net
 
     with patched():
@@ -202,8 +188,8 @@ def test_float_weights_loaded_after_compress_are_trained() -> None:
     with patched():
         torch.manual_seed(0)
         net = Twice()
-        make_net = {"dummy_input": torch.randn(4, 4)} if MODERN else {}
-        stock_class()(net, WEIGHT, torch.optim.SGD(net.parameters(), lr=0.1), **make_net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        make_quantizer(stock_class(), Case("", "", WEIGHT), net, optimizer, RELEASE, shape=(4, 4))
         net.load_state_dict({"a.module.weight": torch.full((4, 4), 0.5), "a.module.bias": torch.zeros(4)}, strict=False)
         assert net.a.module.old_weight.unique().tolist() == [0.5]
         with pytest.raises(RuntimeError, match=r"Missing key.*a\.module\.old_weight"):

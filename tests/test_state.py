@@ -9,7 +9,7 @@ from typing import Any, List
 import pytest
 import torch
 from cases import Case, cases_for
-from conftest import RELEASE
+from conftest import IS_MODERN, RELEASE
 from harness import data, freeze_norms, replicated, snapshot, start_training, step, stock_class
 
 from nni_dataparallel import patched, replicas
@@ -21,7 +21,7 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 def trained(case: Case, count: int, steps: int = 3) -> Any:
     net, optimizer, quantizer = start_training(stock_class(), case, RELEASE)
-    model = net if count == 1 else replicated(count)(net)
+    model = replicated(count)(net)
     model.train()
     freeze_norms(model)
     for batch in data()[:steps]:
@@ -97,7 +97,7 @@ def test_one_meeting_per_observer_and_forward(case: Case, monkeypatch: pytest.Mo
         observers = sum("tracked_min_" in name for name in net.state_dict())
         assert len(places) == 2 * observers
         assert len(set(places)) == len(places)
-        warm = case.start > 1 and RELEASE in ("2.0", "2.1", "2.2", "2.3", "2.4")
+        warm = case.start > 1 and not IS_MODERN
         places.clear()
         model.eval()
         model(data()[0][0])

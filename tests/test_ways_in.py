@@ -13,7 +13,7 @@ from typing import Any, List
 import pytest
 import torch
 from cases import cases_for
-from conftest import RELEASE
+from conftest import IS_MODERN, RELEASE
 from harness import data, differences, reference, replicated, start_training, step, stock_class, train
 from torch import nn
 
@@ -196,7 +196,7 @@ def test_a_quantizer_built_before_patch_is_mended_too(count: int) -> None:
     case = CASES[0]
     expected_net, expected_optimizer, _ = start_training(stock_class(), case, RELEASE)
     net, optimizer, _ = start_training(stock_class(), case, RELEASE)
-    model = net if count == 1 else replicated(count)(net)
+    model = replicated(count)(net)
     for batch in data()[:2]:
         expected_net.train()
         step(expected_net, expected_optimizer, batch)
@@ -233,7 +233,7 @@ def test_a_model_wrapped_before_the_quantizer_is_told(way: str) -> None:
     net = nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU())
     model = nn.DataParallel(net)
     config = [{"quant_types": ["output"], "quant_bits": 8, "op_types": ["ReLU"]}]
-    more = {} if RELEASE in ("2.0", "2.1", "2.2", "2.3", "2.4") else {"dummy_input": torch.zeros(1, 1, 8, 8)}
+    more = {"dummy_input": torch.zeros(1, 1, 8, 8)} if IS_MODERN else {}
     if way == "patched":
         nni_dataparallel.patch()
     quantizer_class = stock_class() if way == "patched" else nni_dataparallel.QAT_Quantizer
