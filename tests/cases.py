@@ -1,4 +1,4 @@
-"""The QAT cases: which layers, targets, schemes and dtypes each NNI 2.x release can quantise."""
+"""The cases: which quantizers, layers, targets, schemes and dtypes each NNI release can quantise."""
 
 from __future__ import annotations
 
@@ -8,18 +8,30 @@ from typing import Any, Dict, List
 
 from packaging.specifiers import SpecifierSet
 
-LEGACY, MODERN, FOLDING = ">=2.0,<2.5", ">=2.5,<3.0rc1", ">=2.4,<3.0rc1"
+FIRST, LEGACY, MODERN = "<2.0", ">=2.0,<2.5", ">=2.5,<=3.0rc1"
+ALL_RELEASES, LSQ, OBSERVER = "<=3.0rc1", ">=2.3,<=3.0rc1", ">=2.4,<=3.0rc1"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration of ``QAT_Quantizer`` to train with."""
+    """One configuration of a quantizer to train with."""
 
     name: str
     releases: str
     config: List[Dict[str, Any]] = field(hash=False)
     fold: bool = False
     start: int = 0
+    quantizer: str = "QAT_Quantizer"
+
+    @property
+    def id(self) -> str:
+        """Name in the test report; the quantizer first."""
+        return f"{self.quantizer}: {self.name}"
+
+    @property
+    def trains(self) -> bool:
+        """ObserverQuantizer only watches a network in evaluation mode."""
+        return self.quantizer != "ObserverQuantizer"
 
     def fits(self, release: str) -> bool:
         """Whether the release offers what the case asks for."""
@@ -45,7 +57,34 @@ SCHEMES = ("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "p
 DTYPES = ("uint", "int")
 ALL = ["weight", "input", "output"]
 
+
+def _of(quantizer: str, name: str, releases: str, *config: Dict[str, Any], fold: bool = False) -> Case:
+    return Case(name, releases, list(config), fold, quantizer=quantizer)
+
+
+OTHERS: List[Case] = [
+    _of("LsqQuantizer", "all", LSQ, _layers(ALL)),
+    _of("LsqQuantizer", "weight", LSQ, _layers(["weight"])),
+    _of("LsqQuantizer", "output", LSQ, _relu(), _layers(["weight", "output"])),
+    _of("LsqQuantizer", "mixed", LSQ, _layers(ALL, {"weight": 4, "input": 6, "output": 8})),
+    _of("LsqQuantizer", "folding", MODERN, _layers(ALL), fold=True),
+    _of("DoReFaQuantizer", "weight", ALL_RELEASES, _layers(["weight"])),
+    _of("DoReFaQuantizer", "three bits", ALL_RELEASES, _layers(["weight"], 3)),
+    _of("BNNQuantizer", "weight", ALL_RELEASES, _layers(["weight"], 1)),
+    _of("BNNQuantizer", "weight and output", ALL_RELEASES,
+        {**_layers(["weight", "output"], 1), "op_types": ["Conv2d"]}, {**_layers(["weight"], 1), "op_types": ["Linear"]}),
+    _of("NaiveQuantizer", "weight", ALL_RELEASES, _layers(["weight"])),
+    _of("ObserverQuantizer", "all", OBSERVER, _layers(ALL)),
+    _of("ObserverQuantizer", "weight", OBSERVER, _layers(["weight"])),
+    _of("ObserverQuantizer", "output", OBSERVER, _layers(["output"]), _relu()),
+]  # fmt: skip
+
 CASES: List[Case] = [
+    Case("weight", FIRST, [_layers(["weight"])]),
+    Case("output", FIRST, [_relu(), _layers(["output"])]),
+    Case("weight and output", FIRST, [_layers(["weight", "output"]), _relu()]),
+    Case("four bits", FIRST, [_layers(["weight", "output"], {"weight": 4, "output": 6})]),
+    Case("start step", FIRST, [_layers(["weight", "output"], quant_start_step=3), _relu(quant_start_step=3)], start=3),
     Case("weight", LEGACY, [_layers(["weight"])]),
     Case("output", LEGACY, [_relu(), _layers(["output"])]),
     Case("weight and output", LEGACY, [_layers(["weight", "output"]), _relu()]),
@@ -89,7 +128,13 @@ CASES: List[Case] = [
     Case("start step", MODERN, [_layers(ALL, quant_start_step=3), _relu(quant_start_step=3)], start=3),
     Case("folding", MODERN, [_layers(ALL), _relu()], fold=True),
     Case("warm folding", MODERN, [_layers(ALL, quant_start_step=2), _relu(quant_start_step=2)], fold=True, start=2),
+    *OTHERS,
 ]
+
+
+def is_first(release: str) -> bool:
+    """Whether this is the 1.x line: no warm-up of ranges, no buffers for the number of steps."""
+    return SpecifierSet(FIRST).contains(release, prereleases=True)
 
 
 def is_modern(release: str) -> bool:
@@ -97,6 +142,6 @@ def is_modern(release: str) -> bool:
     return SpecifierSet(MODERN).contains(release, prereleases=True)
 
 
-def cases_for(release: str) -> List[Case]:
-    """The cases that an NNI release offers."""
-    return [case for case in CASES if case.fits(release)]
+def cases_for(release: str, quantizer: str = "") -> List[Case]:
+    """The cases that an NNI release offers, of one quantizer or of all."""
+    return [case for case in CASES if case.fits(release) and quantizer in ("", case.quantizer)]

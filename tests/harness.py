@@ -1,12 +1,13 @@
 """Train a QAT case, take down everything the contract speaks of, and compare two such records.
 
-The reference is always stock NNI on one device with the whole batch.
+The reference is always stock NNI on one device with the whole batch (see references.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +15,12 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 from unittest import mock
 
 import torch
-from cases import Case, is_modern
+from cases import Case, is_first, is_modern
+from references import is_stock, reference_class
 from torch import Tensor, nn
 
-from nni_dataparallel import is_patched, patch, patched, rehearse, unpatch
+from nni_dataparallel import is_patched, patch, patched, quantizer_state_dict, rehearse, unpatch
+from nni_dataparallel.fixes import home_of, installed_release
 
 # What a layer computes for one sample must not depend on how many others are in the batch: "the same
 # activations" is what the contract promises exact ranges for. oneDNN picks other kernels for other sizes.
@@ -91,22 +94,24 @@ def make_net(case: Case, seed: int = 0) -> Net:
 def make_quantizer(
     quantizer_class: Any, case: Case, net: nn.Module, optimizer: Any, release: str, shape: Tuple[int, ...] = (1, 1, 8, 8)
 ) -> Any:
-    modern = is_modern(release)
-    arguments = {"dummy_input": torch.randn(shape, dtype=DTYPE[0])} if case.fold or modern else {}
+    dummy = case.fold or (is_modern(release) and case.quantizer == "QAT_Quantizer")
+    arguments = {"dummy_input": torch.randn(shape, dtype=DTYPE[0])} if dummy else {}
     untraced = contextlib.nullcontext()
-    if modern and not case.fold:
+    if dummy and not case.fold:
         # Half of a test's time goes into tracing the network for batch norms to fold; here there are none.
         untraced = mock.patch.object(quantizer_class, "find_conv_bn_patterns", return_value=None)
+    if not case.trains:
+        net.eval()
+    optimizers = (optimizer,) if optimizer is not None else ()
     with untraced:
-        quantizer = quantizer_class(net, copy.deepcopy(case.config), optimizer, **arguments)
-    quantizer.compress()
+        quantizer = quantizer_class(net, copy.deepcopy(case.config), *optimizers, **arguments)
+    if case.trains:  # the others compress when they have seen enough
+        quantizer.compress()
     return quantizer
 
 
-def stock_class() -> Any:
-    from nni.algorithms.compression.pytorch.quantization import QAT_Quantizer
-
-    return QAT_Quantizer
+def stock_class(name: str = "QAT_Quantizer") -> Any:
+    return getattr(importlib.import_module(home_of(installed_release())), name)
 
 
 @dataclass
@@ -146,8 +151,18 @@ def replicated(count: int, check: bool = True) -> Wrap:
 
 def start_training(quantizer_class: Any, case: Case, release: str, lr: float = LEARNING_RATE) -> Tuple[Net, Any, Any]:
     net = make_net(case)
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
-    return net, optimizer, make_quantizer(quantizer_class, case, net, optimizer, release)
+    if release == "1.4":  # compress first, then the optimizer; the script calls step() itself
+        quantizer = make_quantizer(quantizer_class, case, net, None, release)
+        optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
+        plain_step = optimizer.step
+        optimizer.step = lambda: (plain_step(), quantizer.step())
+    else:
+        optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
+        quantizer = make_quantizer(quantizer_class, case, net, optimizer, release)
+    if case.quantizer == "LsqQuantizer":
+        # Stock gives a scale the dtype of the first batch, ours keep that of the Parameter: here both are the model's.
+        net.to(DTYPE[0])
+    return net, optimizer, quantizer
 
 
 def step(model: nn.Module, optimizer: Any, batch: Tuple[Tensor, Tensor]) -> float:
@@ -157,6 +172,35 @@ def step(model: nn.Module, optimizer: Any, batch: Tuple[Tensor, Tensor]) -> floa
     loss.backward()
     optimizer.step()
     return loss.item()
+
+
+def watch(model: nn.Module, batch: Tuple[Tensor, Tensor]) -> float:
+    """What takes the place of a step where a quantizer only watches."""
+    with torch.no_grad():
+        return nn.functional.cross_entropy(model(batch[0]), batch[1]).item()
+
+
+def advance(case: Case, model: nn.Module, optimizer: Any, batches: List[Tuple[Tensor, Tensor]]) -> List[float]:
+    """Train (or watch) the batches; the losses."""
+    if not case.trains:
+        model.eval()
+        return [watch(model, batch) for batch in batches]
+    model.train()
+    freeze_norms(model)
+    return [step(model, optimizer, batch) for batch in batches]
+
+
+def whole_state(net: nn.Module, quantizer: Any) -> Dict[str, Tensor]:
+    """The model's state and what the quantizer keeps beside it."""
+    state = snapshot(net)
+    for name, value in quantizer_state_dict(quantizer).items():
+        if name == "steps":
+            state["quantizer steps"] = torch.tensor(value)
+        elif name == "layer_scale":
+            state.update({f"layer_scale of {layer}": scale for layer, scale in value.items()})
+        else:
+            state.update({f"observer {layer} {key}": t for layer, own in value.items() for key, t in own.items()})
+    return state
 
 
 def train(
@@ -179,13 +223,11 @@ def train(
                 parameter.copy_(resume.model[name])
         optimizer.load_state_dict(resume.optimizer)
         record.losses, record.first = list(resume.losses), resume.first
-    model.train()
-    freeze_norms(model)
     for batch in data()[len(record.losses) :]:
-        record.losses.append(step(model, optimizer, batch))
+        record.losses += advance(case, model, optimizer, [batch])
         if not record.first:
             record.first = ranges(net)
-    record.state = snapshot(net)
+    record.state = whole_state(net, quantizer)
     if lr:
         finish(record, quantizer_class, quantizer, net, model, case, release)
     return record
@@ -204,11 +246,9 @@ class Resume:
 def warm_up(quantizer_class: Any, case: Case, release: str) -> Resume:
     """The steps of ``case`` before its ``quant_start_step``, on one device."""
     net, optimizer, _ = start_training(quantizer_class, case, release)
-    net.train()
-    freeze_norms(net)
     losses, first = [], {}
     for batch in data()[: case.start - 1]:
-        losses.append(step(net, optimizer, batch))
+        losses += advance(case, net, optimizer, [batch])
         first = first or ranges(net)
     return Resume(snapshot(net), copy.deepcopy(optimizer.state_dict()), losses, first)
 
@@ -237,16 +277,19 @@ def reference(case: Case, release: str, lr: float = LEARNING_RATE) -> Record:
     key = (case, lr, DTYPE[0])
     if key not in _references:
         resume = None
-        if case.start and lr:
+        if case.start and lr and not is_first(release):
             with patched():
-                resume = warm_up(stock_class(), case, release)
+                resume = warm_up(stock_class(case.quantizer), case, release)
         with stock_nni():
-            _references[key] = train(stock_class(), case, release, lr=lr, resume=resume)
+            _references[key] = train(reference_class(stock_class(case.quantizer)), case, release, lr=lr, resume=resume)
     return _references[key]
 
 
 def finish(record: Record, quantizer_class: Any, quantizer: Any, net: Any, model: Any, case: Case, release: str) -> None:
     """Evaluate, export, and load the export back into a fresh quantizer."""
+    if not case.trains:
+        quantizer.compress()
+        record.state = {**record.state, **{f"compressed {n}": t for n, t in snapshot(net).items() if "old_weight" not in n}}
     model.eval()
     with torch.no_grad():
         record.evaluation = model(data((6,), seed=2)[0][0])
@@ -254,12 +297,15 @@ def finish(record: Record, quantizer_class: Any, quantizer: Any, net: Any, model
         path = Path(folder) / "model.pth"
         try:
             record.calibration = quantizer.export_model(str(path), str(Path(folder) / "calibration.pth"))
-        except (NotImplementedError, AttributeError, ValueError, RuntimeError) as error:
-            # 2.0 and 2.1 have no export; stock cannot export a per-channel range.
+        except (NotImplementedError, AttributeError, KeyError, ValueError, RuntimeError) as error:
+            # 1.x, 2.0 and 2.1 have no export; stock cannot export a per-channel range, nor LSQ without input.
             record.cannot_export = f"{type(error).__name__}: {error}"
             return
         record.export = torch.load(path)
-    if hasattr(quantizer, "load_calibration_config"):
+        if is_stock(type(quantizer)):
+            # A plain model has none of these; ours leaves them out.
+            record.export = {k: t for k, t in record.export.items() if k.rpartition(".")[2] not in ("steps", "old_bias")}
+    if case.quantizer == "QAT_Quantizer" and is_modern(release):
         fresh_net, _, fresh = start_training(quantizer_class, case, release)
         fresh.load_calibration_config(record.calibration)
         record.reloaded = ranges(fresh_net)

@@ -12,7 +12,8 @@ from cases import Case, cases_for
 from conftest import IS_MODERN, RELEASE
 from harness import data, freeze_norms, replicated, snapshot, start_training, step, stock_class
 
-from nni_dataparallel import patched, replicas
+from nni_dataparallel import patched
+from nni_dataparallel.group import Group
 
 CASES = cases_for(RELEASE)
 pytestmark = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no QAT_Quantizer")
@@ -85,9 +86,9 @@ def test_the_step_counter_is_not_read_per_layer(count: int, monkeypatch: pytest.
 def test_one_meeting_per_observer_and_forward(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Minimum and maximum travel together; evaluation needs no meeting at all."""
     places: List[Any] = []
-    exchange = replicas._Group.exchange
+    exchange = Group.exchange
     monkeypatch.setattr(
-        replicas._Group,
+        Group,
         "exchange",
         lambda self, rank, place, value: places.append((rank, place)) or exchange(self, rank, place, value),
     )

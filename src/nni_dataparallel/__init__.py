@@ -13,23 +13,36 @@ from typing import TYPE_CHECKING, Any, List
 
 from .api import is_patched, patch, patch_map, patched, unpatch
 from .fixes import NOT_YET, QUANTIZERS, UnsupportedReleaseError
+from .nni2.resume import load_quantizer_state_dict, quantizer_state_dict
 from .patching import PatchError, PatchWarning
 from .rehearsal import rehearse
 
 if TYPE_CHECKING:
+    BNNQuantizer: Any
+    DoReFaQuantizer: Any
+    LsqQuantizer: Any
+    NaiveQuantizer: Any
+    ObserverQuantizer: Any
     QAT_Quantizer: Any
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BNNQuantizer",
+    "DoReFaQuantizer",
+    "LsqQuantizer",
+    "NaiveQuantizer",
+    "ObserverQuantizer",
     "PatchError",
     "PatchWarning",
     "QAT_Quantizer",
     "UnsupportedReleaseError",
     "is_patched",
+    "load_quantizer_state_dict",
     "patch",
     "patch_map",
     "patched",
+    "quantizer_state_dict",
     "rehearse",
     "unpatch",
 ]

@@ -51,6 +51,8 @@ class Fix:
         Where the fault was reported.
     inherited
         The class has the method from a base class; the fix becomes its own.
+    added
+        The class has no such method; ``fix`` gets None for the stock callable.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Fix:
     expects: Tuple[str, ...] = ()
     issue: str = ""
     inherited: bool = False
+    added: bool = False
 
     def fits(self, release: str) -> bool:
         """Whether the row is for this NNI release (pre-releases count)."""
@@ -106,6 +109,8 @@ def check(fix: Fix) -> Optional[str]:
         return None
     try:
         owner, name = _locate(fix)
+        if fix.added:
+            return f"{fix.target} exists, which it does not in that release" if hasattr(owner, name) else None
         stock = inspect.getattr_static(owner, name)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("nni"):
@@ -127,10 +132,10 @@ def check(fix: Fix) -> Optional[str]:
 
 def bind(fix: Fix, stock: Any) -> Any:
     """Return what stands in the place of ``stock``: same kind of descriptor, name and signature."""
-    inner = _plain(stock)
+    inner = None if fix.added else _plain(stock)
     function = fix.fix
 
-    @functools.wraps(inner)
+    @functools.wraps(inner or function)
     def fixed(*args: Any, **kwargs: Any) -> Any:
         return function(inner, *args, **kwargs)
 
@@ -161,7 +166,7 @@ def install(fix: Fix, holder: str) -> None:
             return
         owner, name = _locate(fix)
         present = vars(owner).get(name, _INHERITED)
-        placed = bind(fix, inspect.getattr_static(owner, name))
+        placed = bind(fix, inspect.getattr_static(owner, name, None))
         setattr(owner, name, placed)
         _installed[fix.target] = _Installed(owner, name, present, placed, {holder})
 

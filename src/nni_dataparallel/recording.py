@@ -75,13 +75,21 @@ class recorded:
             if here.rank == 0:
                 # A second use of the module in this forward finds the fresh tensors, with their graph.
                 homes = here.homes.setdefault(id(self._module), {})
+                for name, new_born in self._new_born():
+                    homes.setdefault(name, new_born)  # the original adopts it when the replicas are done
                 _copy([(homes.setdefault(name, old), new) for name, old, new in changed])
             return
         _copy([(old, new) for _, old, new in changed])
+        buffers.update(self._new_born())
         if self._keep:
             self._module.__dict__.setdefault("_recorded_into", {}).update({n: old for n, old, _ in changed})
         else:
             buffers.update({name: old for name, old, _ in changed})
+
+    def _new_born(self) -> List[Tuple[str, Tensor]]:
+        """Plain copies of the buffers that were None before, as NNI 1.x registers some."""
+        now = [(name, self._module._buffers[name]) for name, old in self._before.items() if old is None]
+        return [(name, new.detach().clone()) for name, new in now if new is not None]
 
 
 def _copy(pairs: List[Tuple[Tensor, Tensor]]) -> None:

@@ -18,9 +18,23 @@ from torch import Tensor
 from torch.nn import Module
 
 from .patching import Fix
-from .rendezvous import Parcel, Place, Rendezvous
+from .group import Group
+from .rendezvous import Parcel, Place
 
-__all__ = ["FIXES", "Replica", "all_gather", "all_reduce", "current", "is_replica", "local", "rank", "recomputing", "size"]
+__all__ = [
+    "FIXES",
+    "Replica",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "current",
+    "defer",
+    "is_replica",
+    "local",
+    "rank",
+    "recomputing",
+    "size",
+]
 
 M = TypeVar("M", bound=Module)
 _OPERATIONS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -106,10 +120,32 @@ def all_gather(tensor: Tensor, module: Module, slot: str) -> List[Tensor]:
     return [tensor if r == here.rank else parcel.fetch(tensor) for r, parcel in parcels]
 
 
+def all_gather_object(value: Any, module: Module, slot: str) -> List[Any]:
+    """As :func:`all_gather`, for a Python value that holds no tensor (a count): no device takes part."""
+    here = _here.replica
+    if here is None or here.group.size == 1:
+        return [value]
+    return [given for _, given in here.group.exchange(here.rank, here.place(module, slot), value)]
+
+
+def defer(value: Any, module: Module, slot: str, settle: Callable[[List[Any]], None]) -> None:
+    """Call ``settle`` with the values of all replicas, by rank, when the forward is done; nobody waits.
+
+    For state that is not a buffer (an observer, a dict): replicas share the object, so none of
+    them may write to it. Outside a replica ``settle([value])`` is called at once. If the forward
+    raises, nothing is settled.
+    """
+    here = _here.replica
+    if here is None:
+        settle([value])
+    else:
+        here.group.defer(here.rank, here.place(module, slot), value, settle)
+
+
 class Replica:
     """One worker thread of a parallel forward: its module, its rank, its group."""
 
-    def __init__(self, module: Module, network: Optional[Module], group: _Group, rank: int) -> None:
+    def __init__(self, module: Module, network: Optional[Module], group: Group, rank: int) -> None:
         self.module = module
         self.network = network
         self.group = group
@@ -168,32 +204,6 @@ class Replica:
         return next(m for i, m in enumerate(self.network.modules()) if i == position)
 
 
-class _Group(Rendezvous):
-    """The replicas of one forward: where they meet, and which layers they updated."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.updated: Dict[int, List[Tuple[int, Module, FrozenSet[str]]]] = {}
-
-    def settle(self, network: Module) -> None:
-        """Give the network the updates of layers that replica 0 did not run itself.
-
-        Replica 0's buffers alias the network's. Where only other replicas ran a layer, their
-        (equal) state would die with them.
-        """
-        originals: Optional[List[Module]] = None
-        for position, reports in self.updated.items():
-            if position < 0 or any(r == 0 for r, _, _ in reports):
-                continue
-            originals = originals or list(network.modules())
-            _, source, names = min(reports, key=lambda report: report[0])
-            with torch.no_grad():
-                for name in names:
-                    buffer, newer = originals[position]._buffers.get(name), source._buffers.get(name)
-                    if buffer is not None and newer is not None and newer.numel() == buffer.numel():
-                        buffer.copy_(newer.detach().reshape(buffer.shape))
-
-
 def _replicate(stock: Callable[..., List[Module]], network: Module, *args: Any, **kwargs: Any) -> List[Module]:
     copies = stock(network, *args, **kwargs)
     for copy in copies:
@@ -216,7 +226,7 @@ def _parallel_apply(
     if any(n is not networks[0] for n in networks):
         return stock(modules, inputs, kwargs_tup, devices)
     network = networks[0] if networks else None
-    group = _Group(len(modules))
+    group = Group(len(modules))
     if devices is None:
         for index, given in enumerate(inputs):
             if _first_tensor(given) is None:

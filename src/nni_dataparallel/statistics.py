@@ -12,7 +12,7 @@ from typing import Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor
 
-__all__ = ["batch_range", "fake_quantize", "moving_average", "qparams"]
+__all__ = ["at_least_tiny", "batch_range", "fake_quantize", "moving_average", "qparams"]
 
 _TINY = torch.finfo(torch.float32).tiny
 _SMALLEST = {torch.float16: 2.0**-24}
@@ -41,6 +41,11 @@ def batch_range(x: Tensor, dims: Optional[Sequence[int]] = None) -> Tuple[Tensor
 def moving_average(average: Tensor, value: Tensor, decay: Union[float, Tensor]) -> Tensor:
     """``average * decay + (1 - decay) * value``, as a fresh tensor."""
     return average * decay + (1 - decay) * value
+
+
+def at_least_tiny(x: Tensor) -> Tensor:
+    """``x``, in place, with the smallest number that its dtype can divide by instead of 0 (nni#3084, nni#4443)."""
+    return x.clamp_(min=_SMALLEST.get(x.dtype, _TINY))
 
 
 def qparams(
@@ -74,7 +79,7 @@ def qparams(
     """
     low, high = torch.clamp(low, max=0), torch.clamp(high, min=0)
     width = torch.max(low.abs(), high.abs()) / (span / 2) if symmetric else (high - low) / span
-    scale = width.clamp_(min=_SMALLEST.get(width.dtype, _TINY))
+    scale = at_least_tiny(width)
     if symmetric:
         return scale, torch.full_like(scale, middle)
     return scale, (qmin - torch.round(low / scale)).clamp_(qmin, qmax)

@@ -29,7 +29,7 @@ def quantizer(name: str) -> type:
     ImportError
         When the installed NNI has no such quantizer; the text says which releases do.
     """
-    releases, module = fixes.QUANTIZERS[name]
+    releases = fixes.QUANTIZERS[name]
     release = fixes.installed_release()
     rows = fixes.rows_for(release)
     if not SpecifierSet(releases).contains(release, prereleases=True):
@@ -38,7 +38,7 @@ def quantizer(name: str) -> type:
     patching.require(rows)
     for row in torch_rows:
         patching.install(row, HOLDER)
-    return fixed_class(getattr(importlib.import_module(module), name), "nni_dataparallel")
+    return fixed_class(getattr(importlib.import_module(fixes.home_of(release)), name), "nni_dataparallel")
 
 
 def _methods(stock: type, rows: List[patching.Fix]) -> Dict[str, Any]:
@@ -47,7 +47,7 @@ def _methods(stock: type, rows: List[patching.Fix]) -> Dict[str, Any]:
     for row in rows:
         owner, _, name = row.target.rpartition(".")
         if owner in lineage:
-            namespace[name] = patching.bind(row, patching.stock_attribute(stock, name))
+            namespace[name] = patching.bind(row, None if row.added else patching.stock_attribute(stock, name))
     return namespace
 
 

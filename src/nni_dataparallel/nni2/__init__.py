@@ -1,1 +1,1 @@
-"""The fixes for NNI 2.0 - 2.10.1, one file per idea."""
+"""The fixes for NNI 1.4 - 2.10.1 and 3.0rc1's older line, one file per idea."""

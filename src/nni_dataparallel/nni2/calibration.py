@@ -1,50 +1,62 @@
-"""Export and reload of the calibration config.
+"""``load_calibration_config``: a quantizer goes on from ranges that were exported.
 
-NNI exports a tracked range with ``float()``, which dies on a per-channel range after the model
-was unwrapped already, and loads it with ``.data =`` from a CPU tensor, which a model on a GPU
-refuses and which changes the buffer's shape.
+NNI fills only the tracked ranges, by ``.data =`` from a CPU tensor, which a model on a GPU refuses and
+which changes a buffer's shape. It leaves the scales as they are (0 in QAT, which divides by it in an
+evaluation), and the first training step throws away what was loaded.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import os
 import warnings
-from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["export_model", "load_calibration_config"]
+from .qat import scale_by_ranges
+from .wrapping import note_quantised
 
-_ENDS = ("tracked_min_", "tracked_max_")
+__all__ = ["ENDS", "load_calibration_config", "load_lsq_calibration_config"]
+
+ENDS = ("tracked_min_", "tracked_max_")
+Updates = List[Tuple[Tensor, Tensor]]
+
+
+def _given(calibration_config: Dict[str, Dict[str, Any]], name: str, wanted: bool) -> Dict[str, Any]:
+    given = calibration_config.get(name)
+    if given is None and wanted:
+        warnings.warn(f"the calibration config has no entry for module {name}: its ranges stay as they are", stacklevel=5)
+    return given or {}
+
+
+def _check_bits(name: str, slot: str, given: Dict[str, Any], bits: int) -> None:
+    found = given.get(f"{slot}_bits")
+    # AssertionError is what NNI raises here, and what callers may catch.
+    assert found == bits, f"{slot} bits of module {name} fail to match: {found} in the file, {bits} in config_list"
+
+
+def _apply(updates: Updates) -> None:
+    with torch.no_grad():
+        for target, value in updates:
+            target.copy_(value)
 
 
 def load_calibration_config(stock: Callable[..., None], self: Any, calibration_config: Dict[str, Dict[str, Any]]) -> None:
-    """``QAT_Quantizer.load_calibration_config``: check everything, then fill the buffers in place."""
-    updates: List[Tuple[Tensor, Tensor]] = []
+    """``QAT_Quantizer.load_calibration_config``: check everything, then fill ranges and scales in place."""
+    updates: Updates = []
+    loaded = set()
     for layer, _ in self.get_modules_to_compress():
         name, module = layer.name, layer.module
-        given = calibration_config.get(name)
         settings = module.layer_quant_setting
-        if given is None:
-            if settings.weight or settings.input or settings.output:
-                warnings.warn(f"the calibration config has no entry for module {name}: its ranges stay as they are", stacklevel=3)
-            continue
-        for slot in ("weight", "input", "output"):
+        given = _given(calibration_config, name, bool(settings.weight or settings.input or settings.output))
+        for slot in ("weight", "input", "output") if given else ():
             setting = getattr(settings, slot)
             if not setting:
                 continue
-            bits = given.get(f"{slot}_bits")
-            # AssertionError is what NNI raises here, and what callers may catch.
-            assert bits == setting.bits, (
-                f"{slot} bits of module {name} fail to match: {bits} in the file, {setting.bits} in config_list"
-            )
+            _check_bits(name, slot, given, setting.bits)
             if slot == "weight":
                 continue
-            for end in _ENDS:
+            for end in ENDS:
                 buffer = module._buffers[end + slot]
                 value = torch.as_tensor(given[end + slot], dtype=buffer.dtype)
                 if value.numel() != buffer.numel():
@@ -53,51 +65,34 @@ def load_calibration_config(stock: Callable[..., None], self: Any, calibration_c
                         "export and load with the same quant_scheme"
                     )
                 updates.append((buffer, value.reshape(buffer.shape)))
-    with torch.no_grad():
-        for buffer, value in updates:
-            buffer.copy_(value)
+        if given:
+            loaded.add(name)
+    _apply(updates)
+    for wrapper in self.get_modules_wrapper():
+        if wrapper.name in loaded:
+            scale_by_ranges(wrapper)
+            note_quantised(wrapper)
+            wrapper.calibrated = True
 
 
-@contextlib.contextmanager
-def _one_value_each(quantizer: Any) -> Iterator[Dict[str, Dict[str, List[float]]]]:
-    """Put a stand-in with one value where a range has many; give the many as lists."""
-    many: Dict[str, Dict[str, List[float]]] = {}
-    kept: List[Tuple[Any, str, Tensor]] = []
-    for layer, _ in quantizer.get_modules_to_compress():
-        for slot in ("input", "output"):
-            for name in (end + slot for end in _ENDS):
-                buffer = layer.module._buffers.get(name)
-                if buffer is not None and buffer.numel() > 1:
-                    many.setdefault(layer.name, {})[name] = buffer.flatten().tolist()
-                    kept.append((layer.module, name, buffer))
-                    layer.module._buffers[name] = buffer.flatten()[:1]
-    try:
-        yield many
-    except BaseException:
-        for module, name, buffer in kept:
-            module._buffers[name] = buffer
-        raise
-
-
-def export_model(stock: Callable[..., Any], self: Any, model_path: Any, *args: Any, **kwargs: Any) -> Any:
-    """``export_model``: looks before it unwraps; a per-channel range is exported as a list of floats."""
-    given = inspect.signature(stock).bind(self, model_path, *args, **kwargs).arguments
-    for name in ("model_path", "calibration_path", "onnx_path"):
-        path = given.get(name)
-        if path is not None and isinstance(path, (str, os.PathLike)) and not Path(path).parent.is_dir():
-            raise FileNotFoundError(
-                f"{name}: there is no folder {str(Path(path).parent)!r}; nothing was exported, the model is unchanged"
-            )
-    write = self.export_model_save
-
-    def save(model: Any, path: Any, calibration_config: Any = None, *rest: Any, **named: Any) -> None:
-        for name, ranges in many.items():
-            calibration_config[name].update(ranges)
-        write(model, path, calibration_config, *rest, **named)
-
-    with _one_value_each(self) as many:
-        self.export_model_save = save
-        try:
-            return stock(self, model_path, *args, **kwargs)
-        finally:
-            del self.export_model_save
+def load_lsq_calibration_config(stock: Callable[..., None], self: Any, calibration_config: Dict[str, Dict[str, Any]]) -> None:
+    """``LsqQuantizer.load_calibration_config``: check everything, then fill the scales in place."""
+    updates: Updates = []
+    loaded = set()
+    for layer, config in self.get_modules_to_compress():
+        name, module = layer.name, layer.module
+        given = _given(calibration_config, name, bool(config["quant_types"]))
+        for slot in ("weight", "input", "output") if given else ():
+            bits = getattr(module, f"{slot}_bits", None)
+            if bits is None:
+                continue
+            _check_bits(name, slot, given, int(bits))
+            if slot != "weight":
+                scale, qmax = getattr(module, f"{slot}_scale"), getattr(module, f"{slot}_qmax")
+                updates.append((scale, torch.full_like(scale, float(given[f"tracked_max_{slot}"]) / qmax)))
+        if given:
+            loaded.add(name)
+    _apply(updates)
+    for wrapper in self.get_modules_wrapper():
+        if wrapper.name in loaded:
+            wrapper.calibrated = True

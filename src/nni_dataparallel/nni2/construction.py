@@ -1,46 +1,83 @@
-"""What a quantizer is told at construction that cannot work as the user means it."""
+"""What a quantizer is given that it cannot take as the user means it."""
 
 from __future__ import annotations
 
 import threading
 import warnings
-from typing import Any, Callable
+from typing import Any, Callable, Dict
 
 from torch import nn
 
-__all__ = ["quantizer_init"]
+__all__ = ["compress", "quantizer_init"]
 
 _under_construction = threading.local()
+_PREFIX = "module."
 
 
 def quantizer_init(stock: Callable[..., None], self: Any, model: nn.Module, config_list: Any, *args: Any, **kwargs: Any) -> None:
-    """``Quantizer.__init__``: warn about a model that is wrapped already, and about no match."""
+    """``Quantizer.__init__``: take the model out of its DataParallel, and names without its prefix.
+
+    Otherwise NNI 1.4 - 2.4 calls every layer ``module.<name>``, in the export too. A layer that is really
+    called so, in a child of the user's named ``module``, keeps its name.
+    """
     if getattr(_under_construction, "quantizer", None) is self:
-        # A subclass of ours on top of patched stock classes: said once is enough.
+        # A subclass of ours on top of patched stock classes: done once is enough.
         stock(self, model, config_list, *args, **kwargs)
         return
-    parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    if isinstance(model, parallel):
+    outer_model = model
+    if isinstance(model, nn.DataParallel):
+        model = model.module
+    elif isinstance(model, nn.parallel.DistributedDataParallel):
         kind = type(model).__name__
         warnings.warn(
-            f"{type(self).__name__} was given a {kind}. Some NNI releases then name every layer 'module.<name>' "
-            f"(in op_names and in the export), others unwrap it and compress() returns the bare model, which runs "
-            f"on one device. Build the quantizer on the plain model first, then wrap it: "
+            f"{type(self).__name__} was given a {kind}, whose layers it calls 'module.<name>' (in op_names and in the "
+            f"export). Build the quantizer on the plain model first, then wrap it: "
             f"quantizer = {type(self).__name__}(model, config_list, optimizer, ...), and after it the {kind}.",
             stacklevel=4,
         )
+    config_list = _without_prefix(config_list, model)
     outer = getattr(_under_construction, "quantizer", None)
     _under_construction.quantizer = self
     try:
         stock(self, model, config_list, *args, **kwargs)
     finally:
         _under_construction.quantizer = outer
-    if not self.get_modules_wrapper():
-        inner = model.module if isinstance(model, parallel) else model
-        names = [f"{name} ({type(module).__name__})" for name, module in inner.named_modules() if not list(module.children())]
-        shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        warnings.warn(
-            f"{type(self).__name__} quantises nothing: no layer of {type(inner).__name__} matches config_list "
-            f"{config_list!r}. Use op_types or op_names of its layers, which are: {shown}.",
-            stacklevel=4,
-        )
+    if outer_model is not model:
+        self.parallel_model = outer_model
+    if self.modules_wrapper is not None and not self.get_modules_wrapper():  # 1.4 wraps in compress()
+        _warn_of_no_match(self, model, config_list)
+
+
+def compress(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Quantizer.compress``: what was given in a DataParallel comes back in it."""
+    model = stock(self, *args, **kwargs)
+    return self.__dict__.get("parallel_model", model)
+
+
+def _without_prefix(config_list: Any, model: nn.Module) -> Any:
+    names = {name for name, _ in model.named_modules()}
+    replaced: Dict[str, str] = {}
+
+    def plain(name: Any) -> Any:
+        if isinstance(name, str) and name.startswith(_PREFIX) and name not in names and name[len(_PREFIX) :] in names:
+            replaced[name] = name[len(_PREFIX) :]
+            return replaced[name]
+        return name
+
+    try:
+        plain_list = [{**config, "op_names": [plain(name) for name in config["op_names"]]} if "op_names" in config else config
+                      for config in config_list]  # fmt: skip
+    except TypeError:  # not a list of dicts: NNI says so
+        return config_list
+    return plain_list if replaced else config_list
+
+
+def _warn_of_no_match(self: Any, model: nn.Module, config_list: Any) -> None:
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    names = [f"{name} ({type(module).__name__})" for name, module in inner.named_modules() if not list(module.children())]
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    warnings.warn(
+        f"{type(self).__name__} quantises nothing: no layer of {type(inner).__name__} matches config_list "
+        f"{config_list!r}. Use op_types or op_names of its layers, which are: {shown}.",
+        stacklevel=5,
+    )

@@ -5,7 +5,8 @@ gradient passes; NNI masks it by a scale that does not exist yet (2.5 - 2.10.1 d
 it all, so that a quantised layer does not train during its warm-up). And NNI zeroes *in place* in a
 tensor that belongs to autograd: the other branch of a residual sum gets the masked gradient too,
 and the expanded gradient of ``.sum()`` or ``.mean()`` is zeroed as a whole by one masked element.
-The latter depends on where the batch is cut, so that replicas cannot equal one device.
+The latter depends on where the batch is cut, so that replicas cannot equal one device. BNN's gradient
+clip has the same fault.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from .steps import idle
 
-__all__ = ["backward", "forward", "quant_backward"]
+__all__ = ["backward", "clip_backward", "forward", "quant_backward"]
 
 
 def forward(stock: Callable[..., Any], ctx: Any, tensor: Tensor, quant_type: Any, wrapper: Any, *rest: Any) -> Any:
@@ -49,3 +50,8 @@ def quant_backward(
     level = (tensor / scale).add_(zero_point).round_()
     outside = (level < qmin).logical_or_(level > qmax)
     return torch.where(outside, grad_output.new_zeros(()), grad_output)
+
+
+def clip_backward(stock: Callable[..., Tensor], tensor: Tensor, grad_output: Tensor, *rest: Any) -> Tensor:
+    """``ClipGrad.quant_backward``: NNI's mask, in a tensor of its own."""
+    return stock(tensor, grad_output.clone(), *rest)

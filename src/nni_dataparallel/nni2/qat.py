@@ -9,9 +9,9 @@ from torch import Tensor
 from ..statistics import batch_range, fake_quantize, qparams
 from .observers import overridden, track
 from .steps import idle, read_steps
-from .wrapping import grad_wanted, note_quantised
+from .wrapping import grad_wanted, note_quantised, was_calibrated
 
-__all__ = ["quantize_input", "quantize_output", "quantize_weight"]
+__all__ = ["quantize_input", "quantize_output", "quantize_weight", "scale_by_ranges"]
 
 _CHANNEL = {"input": 1, "weight": 0, "output": 1}
 
@@ -89,7 +89,7 @@ def _quantize_activation(self: Any, x: Tensor, wrapper: Any, slot: str) -> Tenso
     if not wrapper.training:
         return x if idle(wrapper) else _with_stored(self, x, module, slot, qmin, qmax)
     names = (f"tracked_min_{slot}", f"tracked_max_{slot}")
-    first = read_steps(self) == 1
+    first = read_steps(self) == 1 and not was_calibrated(wrapper)
     low, high = track(x, wrapper, slot, names, settings.ema_decay, first, dims=_channel_dims(x, setting, slot))
     if idle(wrapper):
         return x
@@ -107,3 +107,21 @@ def quantize_input(stock: Callable[..., Any], self: Any, inputs: Tensor, wrapper
 def quantize_output(stock: Callable[..., Any], self: Any, output: Tensor, wrapper: Any, **kwargs: Any) -> Tensor:
     """``QAT_Quantizer.quantize_output``: the range of the whole batch."""
     return _quantize_activation(self, output, wrapper, "output")
+
+
+def scale_by_ranges(wrapper: Any) -> None:
+    """Set the scales of ``wrapper``'s layer, in place, by its tracked ranges and its weight."""
+    module = wrapper.module
+    settings = module.layer_quant_setting
+    for slot in ("weight", "input", "output"):
+        setting = getattr(settings, slot)
+        if not setting:
+            continue
+        if slot == "weight":
+            weight = module.old_weight.detach()
+            ends = batch_range(weight, _channel_dims(weight, setting, slot))
+        else:
+            ends = module._buffers[f"tracked_min_{slot}"], module._buffers[f"tracked_max_{slot}"]
+        for name, value in zip(("scale", "zero_point"), _qparams(*ends, setting)):
+            buffer = module._buffers[f"{slot}_{name}"]
+            buffer.copy_(value.reshape(buffer.shape))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, Tuple
 
 import torch
 from torch import Tensor
 
 from ..statistics import batch_range, fake_quantize, qparams
 from .observers import overridden, track
+from .signatures import bits_of, note_bits
 from .steps import idle, warming_up
 from .wrapping import grad_wanted, note_quantised
 
@@ -18,11 +19,6 @@ BIAS_BITS = 32
 INPUT = ("tracked_min_input", "tracked_max_input")
 OUTPUT_2_0 = ("tracked_min_biased", "tracked_max_biased")
 OUTPUT_2_2 = ("tracked_min_activation", "tracked_max_activation")
-
-
-def _bits(config: Any, slot: str) -> int:
-    bits = config["quant_bits"]
-    return bits if isinstance(bits, int) else bits.get(slot)
 
 
 def _affine(low: Tensor, high: Tensor, bits: int) -> Tuple[Tensor, Tensor, int]:
@@ -48,14 +44,6 @@ def _hold(module: Any) -> None:
         buffers["scale"], buffers["zero_point"] = buffers["scale"].clone(), buffers["zero_point"].clone()
 
 
-def _note_bits(module: Any, name: str, bits: int) -> None:
-    """Keep the bit width in its buffer, which lives on the model's device (2.2 and later)."""
-    buffer: Optional[Tensor] = module._buffers.get(name)
-    if buffer is not None:
-        with torch.no_grad():
-            buffer.fill_(bits)
-
-
 def quantize_weight(with_bias: bool) -> Callable[..., Tensor]:
     """Make the fix for ``QAT_Quantizer.quantize_weight``.
 
@@ -66,7 +54,7 @@ def quantize_weight(with_bias: bool) -> Callable[..., Tensor]:
     """
 
     def fix(stock: Callable[..., Any], self: Any, wrapper: Any, **kwargs: Any) -> Tensor:
-        module, bits = wrapper.module, _bits(wrapper.config, "weight")
+        module, bits = wrapper.module, bits_of(wrapper.config, "weight")
         buffers = module._buffers
         trained: Tensor = module.old_weight.detach()
         warm, still = warming_up(wrapper), idle(wrapper)
@@ -90,7 +78,7 @@ def quantize_weight(with_bias: bool) -> Callable[..., Tensor]:
             bias.copy_(fake_quantize(bias, scale, zero_point, 0, qmax))
         buffers["scale"], buffers["zero_point"], _ = _affine(*batch_range(trained), bits)
         quantised = _quantize(self, trained, module, bits)
-        _note_bits(module, "weight_bit", bits)
+        note_bits(module, "weight_bit", bits)
         note_quantised(wrapper)
         buffers["weight"] = quantised
         return quantised
@@ -108,8 +96,8 @@ def quantize_output(names: Tuple[str, str]) -> Callable[..., Tensor]:
     """
 
     def fix(stock: Callable[..., Any], self: Any, output: Tensor, wrapper: Any, **kwargs: Any) -> Tensor:
-        module, bits = wrapper.module, _bits(wrapper.config, "output")
-        _note_bits(module, "activation_bit", bits)
+        module, bits = wrapper.module, bits_of(wrapper.config, "output")
+        note_bits(module, "activation_bit", bits)
         if warming_up(wrapper):
             track(output, wrapper, "output", names, module.ema_decay, average=False)
         if idle(wrapper):

@@ -26,6 +26,7 @@ __all__ = [
     "load_from_state_dict",
     "note_quantised",
     "separate",
+    "was_calibrated",
     "wrap_modules",
 ]
 
@@ -34,11 +35,11 @@ _SLOTS = ("input", "weight", "output", "activation")
 ASSIGNED: FrozenSet[str] = frozenset(
     ["weight", "bias", "scale", "zero_point", "tracked_min_biased", "tracked_max_biased"]
     + [f"{slot}_{what}" for slot in _SLOTS for what in ("scale", "zero_point", "bit", "bits")]
-    + [f"tracked_{end}_{slot}" for slot in _SLOTS for end in ("min", "max")]
+    + [f"tracked_{end}{slot}" for slot in ("", *(f"_{slot}" for slot in _SLOTS)) for end in ("min", "max")]
 )
 """The buffers that NNI's quantizers assign in a forward; a layer may have others of its own."""
 
-COVERED = "QAT_Quantizer"
+COVERED = {"QAT_Quantizer", "LsqQuantizer", "DoReFaQuantizer", "BNNQuantizer", "NaiveQuantizer", "ObserverQuantizer"}
 
 _lock = threading.Lock()
 
@@ -71,6 +72,11 @@ def note_quantised(wrapper: Any) -> None:
     state = wrapper.__dict__.get("unquantised")
     if state is not None:
         state.value = False
+
+
+def was_calibrated(wrapper: Any) -> bool:
+    """Whether ranges were loaded into ``wrapper``'s layer: its first training step goes on from them."""
+    return bool(wrapper.__dict__.get("calibrated", False))
 
 
 def grad_wanted() -> bool:
@@ -132,10 +138,10 @@ def forward(stock: Callable[..., Any], self: Any, *inputs: Any) -> Any:
     if _aliased(module, "weight"):
         _mend(self)
     here = replicas.current()
-    if here is not None and here.rank == 0 and not any(cls.__name__ == COVERED for cls in type(self.quantizer).__mro__):
+    if here is not None and here.rank == 0 and not any(cls.__name__ in COVERED for cls in type(self.quantizer).__mro__):
         warnings.warn(
             f"{type(self.quantizer).__name__} is not covered under DataParallel by this version of nni_dataparallel: "
-            f"its state will differ from one device's. Covered: {COVERED}. Train it on one device.",
+            f"its state may differ from one device's. Covered: {', '.join(sorted(COVERED))}. Train it on one device.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -155,6 +161,20 @@ def forward(stock: Callable[..., Any], self: Any, *inputs: Any) -> Any:
         _outside.grad = outer
 
 
+def _fit_shapes(module: Module, state_dict: Dict[str, Any], prefix: str) -> None:
+    """Let a checkpoint in whose shapes drifted, as stock NNI's do, from ``[1]`` to ``[]`` or from None to a tensor."""
+    for members in (module._parameters, module._buffers):
+        for name in ASSIGNED.intersection(members).difference(_TRAINED):
+            given, own = state_dict.get(prefix + name), members[name]
+            if not isinstance(given, torch.Tensor):
+                continue
+            if own is None:
+                like = next((t for t in (*module.parameters(), *module.buffers())), given)
+                members[name] = torch.zeros_like(given, device=like.device)
+            elif own.shape != given.shape and own.numel() == given.numel():
+                state_dict[prefix + name] = given.reshape(own.shape)
+
+
 def load_from_state_dict(
     stock: Callable[..., None], self: Any, state_dict: Dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: Any
 ) -> None:
@@ -162,6 +182,8 @@ def load_from_state_dict(
 
     A file with ``weight`` alone (``strict=False``) goes into ``old_weight`` through stock's alias.
     """
+    inner = f"{prefix}module."
+    _fit_shapes(self.module, state_dict, inner)
     absent = []
     for name, trained in _TRAINED.items():
         key, missing = f"{prefix}module.{name}", f"{prefix}module.{trained}"
@@ -169,7 +191,6 @@ def load_from_state_dict(
             state_dict[missing] = state_dict[key]
             absent.append(missing)
     if "unquantised" in self.__dict__:
-        inner = f"{prefix}module."
         self.unquantised.load({key[len(inner) :]: value for key, value in state_dict.items() if key.startswith(inner)})
     stock(self, state_dict, prefix, local_metadata, strict, *lists)
     lists[0].extend(absent)  # still missing from the file: strict=True says so

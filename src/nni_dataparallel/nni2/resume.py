@@ -1,0 +1,78 @@
+"""What a quantizer keeps outside the model's and the optimizer's ``state_dict``.
+
+NNI 1.x counts its steps in a Python number, ``NaiveQuantizer`` keeps its scales in a dict, and
+``ObserverQuantizer`` its histograms in modules that are not part of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict
+
+import torch
+from torch import Tensor
+
+__all__ = ["load_quantizer_state_dict", "quantizer_state_dict"]
+
+
+def _observers(quantizer: Any) -> Dict[str, Any]:
+    every = getattr(quantizer, "all_observers", {})
+    return {f"{layer}/{slot}": observer for layer, slots in every.items() for slot, observer in slots.items()}
+
+
+def quantizer_state_dict(quantizer: Any) -> Dict[str, Any]:
+    """The third part of a checkpoint, beside the model's and the optimizer's ``state_dict``.
+
+    Parameters
+    ----------
+    quantizer
+        Any quantizer of NNI 1.4 - 2.10.1, stock or fixed.
+
+    Returns
+    -------
+    dict
+        Numbers and tensors only, so that ``torch.load(..., weights_only=True)`` reads it. Empty
+        where the model's ``state_dict`` holds everything: QAT and LSQ of NNI 2.x, DoReFa, BNN.
+        NNI 1.x ``QAT_Quantizer``: ``{"steps": int}``; ``NaiveQuantizer``: ``{"layer_scale": {layer: scale}}``;
+        ``ObserverQuantizer``: ``{"observers": {"layer/slot": its state_dict}}``.
+    """
+    state: Dict[str, Any] = {}
+    if isinstance(getattr(quantizer, "steps", None), int):
+        state["steps"] = quantizer.steps
+    if hasattr(quantizer, "layer_scale"):
+        state["layer_scale"] = {name: torch.as_tensor(scale).detach().clone() for name, scale in quantizer.layer_scale.items()}
+    observers = _observers(quantizer)
+    if observers:
+        state["observers"] = {
+            name: {key: value.detach().clone() for key, value in observer.state_dict().items()}
+            for name, observer in observers.items()
+        }
+    return state
+
+
+def load_quantizer_state_dict(quantizer: Any, state: Dict[str, Any]) -> None:
+    """Load what :func:`quantizer_state_dict` gave into a fresh quantizer of the same kind.
+
+    Raises
+    ------
+    ValueError
+        When ``state`` is that of another kind of quantizer or of other layers; nothing is loaded then.
+    """
+    fresh = quantizer_state_dict(quantizer)
+    name = type(quantizer).__name__
+    if set(fresh) != set(state):
+        raise ValueError(
+            f"this is not the state of a {name}: it holds {sorted(state) or 'nothing'}, expected is {sorted(fresh) or 'nothing'}. "
+            "Save and load with the same quantizer and the same NNI line (1.x or 2.x)."
+        )
+    observers = _observers(quantizer)
+    if set(observers) != set(state.get("observers", {})):
+        different = sorted(set(observers) ^ set(state["observers"]))
+        raise ValueError(f"the {name} and its saved state observe different layers: {', '.join(different)} on one side only")
+    if "steps" in state:
+        quantizer.steps = int(state["steps"])
+    if "layer_scale" in state:
+        device = next(quantizer.bound_model.parameters()).device
+        scales: Dict[str, Tensor] = state["layer_scale"]
+        quantizer.layer_scale = {layer: scale.detach().clone().to(device) for layer, scale in scales.items()}
+    for layer, observer in observers.items():
+        observer.load_state_dict(state["observers"][layer])
