@@ -6,13 +6,14 @@ import logging
 from typing import Iterator
 
 import pytest
-from cases import is_modern
+from cases import is_first, is_modern
 
 from nni_dataparallel import api, fixes, patching, replicas
 
 logging.getLogger("nni").setLevel(logging.ERROR)
 RELEASE = fixes.installed_release()
 IS_MODERN = is_modern(RELEASE)
+IS_FIRST = is_first(RELEASE)
 
 
 @pytest.fixture(autouse=True)

@@ -311,11 +311,18 @@ def finish(record: Record, quantizer_class: Any, quantizer: Any, net: Any, model
         record.reloaded = ranges(fresh_net)
 
 
-def _differs(name: str, a: Any, b: Any, rtol: float, atol: float) -> List[str]:
+def can_export(quantizer: Any) -> bool:
+    """Whether the release's quantizer has an export_model of its own; NaiveQuantizer never has."""
+    export = getattr(type(quantizer), "export_model", None)
+    return export is not None and export.__qualname__ != "Quantizer.export_model"
+
+
+def unequal(name: str, a: Any, b: Any, rtol: float = 0.0, atol: float = 0.0) -> List[str]:
+    """In words, where two dicts, tensors or numbers differ; shapes ``[]`` and ``[1]`` are the same."""
     if isinstance(a, dict):
         if set(a) != set(b):
             return [f"{name}: keys {sorted(set(a) ^ set(b))} on one side only"]
-        return [line for key in a for line in _differs(f"{name}[{key}]", a[key], b[key], rtol, atol)]
+        return [line for key in a for line in unequal(f"{name}[{key}]", a[key], b[key], rtol, atol)]
     a, b = (torch.as_tensor(v).detach().double() for v in (a, b))
     if a.numel() != b.numel():
         return [f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)}"]
@@ -331,10 +338,10 @@ def _differs(name: str, a: Any, b: Any, rtol: float, atol: float) -> List[str]:
 def differences(reference: Record, record: Record, exact: bool = False) -> List[str]:
     """In words, what of ``record`` is not what the reference says; empty where all is equal."""
     rtol, atol = (0.0, 0.0) if exact else (RTOL, ATOL)
-    lines = _differs("range after the first step", reference.first, record.first, 0.0, 0.0)
+    lines = unequal("range after the first step", reference.first, record.first, 0.0, 0.0)
     exported = () if reference.cannot_export else ("export", "calibration", "reloaded")
     for name in ("state", *exported):
-        lines += _differs(name, getattr(reference, name), getattr(record, name), rtol, atol)
-    lines += _differs("loss per step", reference.losses, record.losses, rtol, atol)
-    lines += _differs("evaluation", reference.evaluation, record.evaluation, rtol, atol)
+        lines += unequal(name, getattr(reference, name), getattr(record, name), rtol, atol)
+    lines += unequal("loss per step", reference.losses, record.losses, rtol, atol)
+    lines += unequal("evaluation", reference.evaluation, record.evaluation, rtol, atol)
     return lines

@@ -12,9 +12,10 @@ import harness
 import pytest
 import torch
 from cases import Case, cases_for
-from conftest import IS_MODERN, RELEASE
+from conftest import IS_FIRST, IS_MODERN, RELEASE
 from harness import (
     Record,
+    advance,
     data,
     differences,
     freeze_norms,
@@ -92,9 +93,9 @@ def test_double_precision(case: Case, count: int, quantizer_class: Any, monkeypa
     assert differences(expected, record, exact=count == 1) == []
 
 
-@each_case
 @pytest.mark.parametrize("replicas", STOCK_REPLICAS)
 @pytest.mark.xfail(reason="stock NNI under DataParallel: observer state and quantised weights are lost on replicas")
+@pytest.mark.parametrize("case", [case for case in CASES if case.trains], ids=lambda case: case.id)
 def test_stock_replicas_equal_one_device(case: Case, replicas: int, on_one_device: Record) -> None:
     """The fault this library exists for; the day it passes on stock, the fix is not needed any more."""
     assert differences(on_one_device, train(stock_class(case.quantizer), case, RELEASE, replicated(replicas, check=False))) == []
@@ -145,11 +146,10 @@ def test_buffers_keep_their_identity(case: Case, count: int, quantizer_class: An
     """Every buffer is the same object before and after a forward, plain, detached, with storage of its own."""
     net, optimizer, _ = start_training(quantizer_class, case, RELEASE)
     model = replicated(count)(net)
+    if IS_FIRST:  # scale and zero point are None before that
+        advance(case, model, optimizer, data()[:1])
     before = {name: (id(b), b.data_ptr()) for name, b in net.named_buffers()}
-    model.train()
-    freeze_norms(model)
-    for batch in data()[:4]:
-        step(model, optimizer, batch)
+    advance(case, model, optimizer, data()[:4])
     model.eval()
     model(data()[0][0])
     assert {name: (id(b), b.data_ptr()) for name, b in net.named_buffers()} == before
@@ -165,6 +165,8 @@ def test_buffers_keep_their_identity(case: Case, count: int, quantizer_class: An
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_trained_weight_stays_the_parameter(case: Case, count: int, quantizer_class: Any) -> None:
     """old_weight is the Parameter that gradients reach; weight holds the quantised weight after a forward."""
+    if not case.trains:
+        pytest.skip("watches, does not train")
     net, _, quantizer = start_training(quantizer_class, case, RELEASE)
     model = replicated(count)(net)
     model.train()
@@ -191,7 +193,8 @@ def test_signatures_and_docstrings_survive(quantizer_class: Any) -> None:
     """A repaired class shows the signature and the docstring of the stock one."""
 
     def look(cls: Any) -> Any:
-        methods = [cls.quantize_weight, cls.quantize_output, cls.step_with_optimizer]
+        names = ("quantize_weight", "quantize_output", "step_with_optimizer")
+        methods = [getattr(cls, name) for name in names if hasattr(cls, name)]
         return inspect.signature(cls), cls.__doc__, [(inspect.signature(m), m.__doc__, m.__name__) for m in methods]
 
     found = look(quantizer_class)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, List, Optional, Tuple
 
+import torch
 from torch import Tensor
 
 from ..statistics import batch_range, fake_quantize, qparams
@@ -109,6 +110,16 @@ def quantize_output(stock: Callable[..., Any], self: Any, output: Tensor, wrappe
     return _quantize_activation(self, output, wrapper, "output")
 
 
+def _trained_weight(wrapper: Any) -> Tensor:
+    """What an evaluation quantises: the trained weight, scaled by a folded batch norm."""
+    weight: Tensor = wrapper.module.old_weight.detach()
+    norm = wrapper.bn_module
+    if norm is None:
+        return weight
+    shape = [-1] + [1] * (weight.dim() - 1)
+    return weight * norm.weight.detach().reshape(shape) / torch.sqrt(norm.running_var + norm.eps).reshape(shape)
+
+
 def scale_by_ranges(wrapper: Any) -> None:
     """Set the scales of ``wrapper``'s layer, in place, by its tracked ranges and its weight."""
     module = wrapper.module
@@ -118,7 +129,7 @@ def scale_by_ranges(wrapper: Any) -> None:
         if not setting:
             continue
         if slot == "weight":
-            weight = module.old_weight.detach()
+            weight = _trained_weight(wrapper)
             ends = batch_range(weight, _channel_dims(weight, setting, slot))
         else:
             ends = module._buffers[f"tracked_min_{slot}"], module._buffers[f"tracked_max_{slot}"]

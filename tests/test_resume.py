@@ -1,0 +1,209 @@
+"""Save, load, resume: a stopped run goes on as if it had never stopped, and files go both ways with stock NNI."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import pytest
+import torch
+from cases import Case, cases_for
+from conftest import IS_FIRST, IS_MODERN, RELEASE
+from harness import (
+    Net,
+    Record,
+    advance,
+    can_export,
+    data,
+    differences,
+    finish,
+    make_net,
+    make_quantizer,
+    reference,
+    replicated,
+    snapshot,
+    start_training,
+    stock_class,
+    unequal,
+    whole_state,
+)
+from references import reference_class
+from torch import Tensor
+
+from nni_dataparallel import load_quantizer_state_dict, patched, quantizer_state_dict
+
+CASES = cases_for(RELEASE)
+pytestmark = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no quantizer")
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+STOP = 3
+Trained = Tuple[Net, Any, Any]
+
+
+def start(case: Case, quantizer_class: Any = None) -> Trained:
+    return start_training(quantizer_class or stock_class(case.quantizer), case, RELEASE)
+
+
+def save(net: Any, optimizer: Any, quantizer: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "quantizer": quantizer_state_dict(quantizer)}
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def load(file: io.BytesIO, net: Any, optimizer: Any, quantizer: Any, strict: bool = True) -> Dict[str, Any]:
+    saved: Dict[str, Any] = torch.load(file, weights_only=True)
+    net.load_state_dict(saved["model"], strict=strict)
+    optimizer.load_state_dict(saved["optimizer"])
+    load_quantizer_state_dict(quantizer, saved["quantizer"])
+    return saved
+
+
+def assert_equal(state: Dict[str, Tensor], expected: Dict[str, Tensor]) -> None:
+    assert set(state) == set(expected)
+    different = [name for name, tensor in expected.items() if not torch.equal(state[name], tensor)]
+    assert different == []
+
+
+@each_case
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_resumed_run_equals_one_that_never_stopped(case: Case, count: int) -> None:
+    """Model, optimizer and quantizer_state_dict, in a file that weights_only reads: step for step the same."""
+    with patched():
+        net, optimizer, quantizer = start(case)
+        model = replicated(count)(net)
+        advance(case, model, optimizer, data()[:STOP])
+        file = save(net, optimizer, quantizer)
+        fresh, fresh_optimizer, fresh_quantizer = start(case)
+        saved = load(file, fresh, fresh_optimizer, fresh_quantizer)
+        assert_equal(snapshot(fresh), saved["model"])  # nothing overwrote the trained weights
+        losses = advance(case, model, optimizer, data()[STOP:])
+        assert advance(case, replicated(count)(fresh), fresh_optimizer, data()[STOP:]) == losses
+        assert_equal(whole_state(fresh, fresh_quantizer), whole_state(net, quantizer))
+
+
+@each_case
+def test_a_checkpoint_of_stock_nni_goes_on_in_patched_nni(case: Case) -> None:
+    """Stock trains, patched NNI loads its file, in the shapes that stock left, and ends where stock ends."""
+    if case.start and not IS_FIRST:
+        pytest.skip("stock's own steps before quant_start_step are wrong")
+    net, optimizer, quantizer = start(case, reference_class(stock_class(case.quantizer)))
+    advance(case, net, optimizer, data()[:STOP])
+    file = save(net, optimizer, quantizer)
+    expected = reference(case, RELEASE)
+    with patched():
+        fresh, fresh_optimizer, fresh_quantizer = start(case)
+        load(file, fresh, fresh_optimizer, fresh_quantizer)
+        record = Record(first=expected.first, losses=expected.losses[:STOP])
+        record.losses += advance(case, fresh, fresh_optimizer, data()[STOP:])
+        record.state = whole_state(fresh, fresh_quantizer)
+        finish(record, stock_class(case.quantizer), fresh_quantizer, fresh, fresh, case, RELEASE)
+    assert differences(expected, record, exact=True) == []
+
+
+@each_case
+def test_a_checkpoint_of_patched_nni_loads_into_stock_nni(case: Case) -> None:
+    """Every key and shape is one that stock expects; what stock's aliasing weight overwrites is restored by hand."""
+    if case.start and not IS_FIRST:
+        pytest.skip("stock's own steps before quant_start_step are wrong")
+    with patched():
+        net, optimizer, quantizer = start(case)
+        advance(case, net, optimizer, data()[:STOP])
+        file = save(net, optimizer, quantizer)
+    fresh, fresh_optimizer, fresh_quantizer = start(case, reference_class(stock_class(case.quantizer)))
+    # A fresh 1.x quantizer of stock NNI has None for scale and zero point, and refuses its own files for it.
+    strict = not (IS_FIRST and case.quantizer == "QAT_Quantizer")
+    saved = load(file, fresh, fresh_optimizer, fresh_quantizer, strict)
+    with torch.no_grad():
+        for name, parameter in fresh.named_parameters():
+            parameter.copy_(saved["model"][name])
+    advance(case, fresh, fresh_optimizer, data()[STOP:])
+    expected = {name: t for name, t in reference(case, RELEASE).state.items() if not name.startswith("compressed")}
+    assert unequal("state", expected, whole_state(fresh, fresh_quantizer)) == []
+
+
+@each_case
+def test_an_export_loads_into_the_plain_model(case: Case, tmp_path: Path) -> None:
+    """After training on replicas: exactly the keys of the model that the user built, quantised or trained weights."""
+    with patched():
+        net, optimizer, quantizer = start(case)
+        advance(case, replicated(2)(net), optimizer, data()[:STOP])
+        if not can_export(quantizer):
+            pytest.skip(f"{case.quantizer} of NNI {RELEASE} cannot export a quantised model on one device either")
+        if not case.trains:
+            quantizer.compress()
+        calibration = quantizer.export_model(str(tmp_path / "model.pth"), str(tmp_path / "calibration.pth"))
+    exported = torch.load(tmp_path / "model.pth", weights_only=True)
+    plain = make_net(case)
+    plain.load_state_dict(exported)
+    assert all(torch.isfinite(t).all() for t in exported.values())
+    assert calibration
+    assert {name.partition(".")[0] for name in calibration} <= {name for name, _ in plain.named_children()}
+    stored = torch.load(tmp_path / "calibration.pth", weights_only=True)
+    assert str(stored) == str(calibration)
+
+
+@pytest.mark.skipif(not IS_MODERN, reason="load_calibration_config came with 2.5")
+@pytest.mark.parametrize("case", cases_for(RELEASE, "QAT_Quantizer") + cases_for(RELEASE, "LsqQuantizer"), ids=lambda case: case.id)
+def test_a_quantizer_goes_on_from_its_own_export(case: Case, tmp_path: Path) -> None:
+    """Ranges and scales are those exported, an evaluation uses them, and the first step does not discard them."""
+    with patched():
+        net, optimizer, quantizer = start(case)
+        advance(case, net, optimizer, data())
+        net(data()[0][0])  # scales of the final weights
+        net.eval()
+        evaluation = net(data()[1][0]).detach()
+        scales = {name: t for name, t in snapshot(net).items() if name.endswith(("put_scale", "put_zero_point"))}
+        calibration = quantizer.export_model(str(tmp_path / "model.pth"))
+        fresh = make_net(case)
+        fresh.load_state_dict(torch.load(tmp_path / "model.pth", weights_only=True))
+        fresh_optimizer = torch.optim.SGD(fresh.parameters(), lr=0.0)
+        again = make_quantizer(stock_class(case.quantizer), case, fresh, fresh_optimizer, RELEASE)
+        again.load_calibration_config(calibration)
+        for name, scale in scales.items():
+            assert torch.allclose(snapshot(fresh)[name], scale, rtol=1e-6), name
+        if case.quantizer == "QAT_Quantizer" and case.start < 2:
+            fresh.eval()
+            assert torch.allclose(fresh(data()[1][0]), evaluation, atol=1e-5)
+        moved = {name: t for name, t in snapshot(fresh).items() if "tracked_m" in name or name.endswith("put_scale")}
+        advance(case, fresh, fresh_optimizer, data()[:1])
+        for name, before in moved.items():
+            if case.quantizer == "LsqQuantizer":
+                assert torch.equal(snapshot(fresh)[name], before), name
+            elif "tracked_m" in name:
+                assert ((snapshot(fresh)[name] - before).abs() <= 0.011 * (before.abs() + 30)).all(), name
+
+
+@pytest.mark.skipif(not cases_for(RELEASE, "LsqQuantizer"), reason="LSQ came with 2.3")
+def test_stock_lsq_cannot_export_without_input(tmp_path: Path) -> None:
+    """The fault that test_an_export_loads_into_the_plain_model finds repaired."""
+    case = next(case for case in cases_for(RELEASE, "LsqQuantizer") if case.name == "weight")
+    _, _, quantizer = start(case)
+    with pytest.raises((AttributeError, KeyError)):
+        quantizer.export_model(str(tmp_path / "model.pth"))
+
+
+def test_the_state_of_another_quantizer_is_refused() -> None:
+    """The error says what was found and what is expected; the quantizer keeps its own state."""
+    naive, dorefa = (next(case for case in CASES if case.quantizer == name) for name in ("NaiveQuantizer", "DoReFaQuantizer"))
+    with patched():
+        quantizers = [start(case)[2] for case in (naive, dorefa)]
+        with pytest.raises(ValueError, match="not the state of a DoReFaQuantizer: it holds .*layer_scale.*expected is"):
+            load_quantizer_state_dict(quantizers[1], quantizer_state_dict(quantizers[0]))
+
+
+
+
+def test_what_else_a_checkpoint_needs_is_what_the_docstring_says() -> None:
+    """Each quantizer's third part of a checkpoint."""
+    held: Dict[str, List[str]] = {}
+    with patched():
+        for case in CASES:
+            net, optimizer, quantizer = start(case)
+            advance(case, net, optimizer, data()[:1])
+            held[case.quantizer] = sorted(quantizer_state_dict(quantizer))
+    assert held.pop("QAT_Quantizer") == (["steps"] if IS_FIRST else [])
+    assert held.pop("NaiveQuantizer") == ["layer_scale"]
+    assert held.pop("ObserverQuantizer", ["observers"]) == ["observers"]
+    assert all(parts == [] for parts in held.values())
