@@ -102,11 +102,16 @@ def make_quantizer(
         untraced = mock.patch.object(quantizer_class, "find_conv_bn_patterns", return_value=None)
     if not case.trains:
         net.eval()
-    optimizers = (optimizer,) if optimizer is not None else ()
+    optimizers = () if release == "1.4" else (optimizer,)
     with untraced:
         quantizer = quantizer_class(net, copy.deepcopy(case.config), *optimizers, **arguments)
     if case.trains:  # the others compress when they have seen enough
         quantizer.compress()
+    if release == "1.4":  # the script adds the new parameters and calls step() itself
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        optimizer.add_param_group({"params": [p for p in net.parameters() if id(p) not in known]})
+        step_alone = optimizer.step
+        optimizer.step = lambda: (step_alone(), quantizer.step())
     return quantizer
 
 
@@ -151,14 +156,8 @@ def replicated(count: int, check: bool = True) -> Wrap:
 
 def start_training(quantizer_class: Any, case: Case, release: str, lr: float = LEARNING_RATE) -> Tuple[Net, Any, Any]:
     net = make_net(case)
-    if release == "1.4":  # compress first, then the optimizer; the script calls step() itself
-        quantizer = make_quantizer(quantizer_class, case, net, None, release)
-        optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
-        plain_step = optimizer.step
-        optimizer.step = lambda: (plain_step(), quantizer.step())
-    else:
-        optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
-        quantizer = make_quantizer(quantizer_class, case, net, optimizer, release)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
+    quantizer = make_quantizer(quantizer_class, case, net, optimizer, release)
     if case.quantizer == "LsqQuantizer":
         # Stock gives a scale the dtype of the first batch, ours keep that of the Parameter: here both are the model's.
         net.to(DTYPE[0])

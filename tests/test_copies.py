@@ -71,7 +71,7 @@ def test_a_copy_trains_on_by_itself(case: Case, count: int, duplicate: Any) -> N
 @pytest.mark.parametrize("case", [case for case in CASES if case.trains], ids=lambda case: case.id)
 def test_a_copy_of_a_model_with_a_fixed_subclass_trains_on(case: Case) -> None:
     """The same for the classes of nni_dataparallel, whose names pickle has to find again."""
-    net, optimizer, quantizer, _ = trained(case, 1, getattr(nni_dataparallel, case.quantizer))
+    net, _, quantizer, _ = trained(case, 1, getattr(nni_dataparallel, case.quantizer))
     for duplicate in (copy.deepcopy, pickled):
         twin = duplicate(net)
         own = quantizer_of(twin)

@@ -54,7 +54,7 @@ def on_one_device(case: Case) -> Record:
 @pytest.fixture(params=["patched", "subclass"])
 def quantizer_class(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Both ways in: stock classes repaired in place, and the subclass with stock untouched."""
-    case = getattr(request.node, "callspec").params.get("case")
+    case = request.node.callspec.params.get("case")
     name = "QAT_Quantizer" if case is None else case.quantizer
     if request.param == "patched":
         with patched():

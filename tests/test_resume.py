@@ -189,10 +189,8 @@ def test_the_state_of_another_quantizer_is_refused() -> None:
     naive, dorefa = (next(case for case in CASES if case.quantizer == name) for name in ("NaiveQuantizer", "DoReFaQuantizer"))
     with patched():
         quantizers = [start(case)[2] for case in (naive, dorefa)]
-        with pytest.raises(ValueError, match="not the state of a DoReFaQuantizer: it holds .*layer_scale.*expected is"):
+        with pytest.raises(ValueError, match=r"not the state of a DoReFaQuantizer: it holds .*layer_scale.*expected is"):
             load_quantizer_state_dict(quantizers[1], quantizer_state_dict(quantizers[0]))
-
-
 
 
 def test_what_else_a_checkpoint_needs_is_what_the_docstring_says() -> None:

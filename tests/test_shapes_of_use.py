@@ -9,14 +9,25 @@ import torch
 from cases import Case, cases_for
 from conftest import RELEASE
 from harness import make_quantizer, replicated, snapshot, stock_class, stock_nni
+from references import reference_class
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nni_dataparallel import patched
+from nni_dataparallel import is_patched, patched
 
-pytestmark = pytest.mark.skipif(not cases_for(RELEASE), reason=f"NNI {RELEASE} has no QAT_Quantizer")
+pytestmark = pytest.mark.skipif(not cases_for(RELEASE), reason=f"NNI {RELEASE} has no quantizer")
 WEIGHT = [{"quant_types": ["weight"], "quant_bits": 8, "op_types": ["Linear"]}]
 OUTPUT = [{"quant_types": ["weight", "output"], "quant_bits": 8, "op_types": ["Linear"]}]
+ALL = [{"quant_types": ["weight", "input", "output"], "quant_bits": 8, "op_types": ["Linear"]}]
+# What each quantizer that trains is asked for where stock is the reference.
+CONFIGS = {
+    "QAT_Quantizer": WEIGHT,
+    "LsqQuantizer": ALL,
+    "DoReFaQuantizer": WEIGHT,
+    "BNNQuantizer": OUTPUT,
+    "NaiveQuantizer": WEIGHT,
+}
+QUANTIZERS = [name for name in CONFIGS if cases_for(RELEASE, name)]
 
 
 class Tied(nn.Module):
@@ -65,12 +76,16 @@ def batches(select: bool = False) -> List[Tensor]:
 
 
 def train(
-    make: Callable[[], nn.Module], config: Any, count: int, loss: Any, xs: List[Tensor]
+    make: Callable[[], nn.Module], config: Any, count: int, loss: Any, xs: List[Tensor], quantizer: str = "QAT_Quantizer"
 ) -> Tuple[List[float], Dict[str, Tensor]]:
     torch.manual_seed(0)
     net = make()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    make_quantizer(stock_class(), Case("", "", config), net, optimizer, RELEASE, shape=(4, 4))
+    case = Case("", "", config, quantizer=quantizer)
+    quantizer_class = stock_class(quantizer)
+    if not is_patched():
+        quantizer_class = reference_class(quantizer_class)
+    make_quantizer(quantizer_class, case, net, optimizer, RELEASE, shape=(4, 4))
     model = replicated(count)(net)
     model.train()
     losses = []
@@ -91,25 +106,41 @@ def two_forwards(model: nn.Module, x: Tensor) -> Tensor:
     return once(model, x) + once(model, 0.3 * x)
 
 
-CASES = {
-    "tied": (Tied, WEIGHT, once),
-    "tied, two forwards": (Tied, WEIGHT, two_forwards),
-    "twice": (Twice, WEIGHT, once),
-    "two forwards": (Twice, WEIGHT, two_forwards),
-    "selecting": (Selecting, WEIGHT, once),
+def accumulated(model: nn.Module, x: Tensor) -> Tensor:
+    """Two backward passes before one step."""
+    once(model, 0.3 * x).backward()
+    return once(model, x)
+
+
+def after_no_grad(model: nn.Module, x: Tensor) -> Tensor:
+    """A forward without grad, in training mode, before the one that is learned from."""
+    with torch.no_grad():
+        model(2 * x)
+    return once(model, x)
+
+
+USES = {
+    "tied": (Tied, once),
+    "tied, two forwards": (Tied, two_forwards),
+    "twice": (Twice, once),
+    "two forwards": (Twice, two_forwards),
+    "accumulated": (Twice, accumulated),
+    "after no_grad": (Twice, after_no_grad),
+    "selecting": (Selecting, once),
 }
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("name", CASES)
-def test_equal_to_stock_on_one_device(name: str, count: int) -> None:
+@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_equal_to_stock_on_one_device(quantizer: str, name: str, count: int) -> None:
     """Loss per step and state_dict."""
-    make, config, loss = CASES[name]
-    xs = batches(select=make is Selecting)
+    make, loss = USES[name]
+    config, xs = CONFIGS[quantizer], batches(select=make is Selecting)
     with stock_nni():
-        losses, state = train(make, config, 1, loss, xs)
+        losses, state = train(make, config, 1, loss, xs, quantizer)
     with patched():
-        found, found_state = train(make, config, count, loss, xs)
+        found, found_state = train(make, config, count, loss, xs, quantizer)
     assert found == pytest.approx(losses, rel=1e-4)
     for key, tensor in state.items():
         torch.testing.assert_close(found_state[key].flatten(), tensor.flatten(), rtol=2e-3, atol=2e-4, msg=key)
@@ -141,24 +172,28 @@ def test_an_empty_batch_is_refused_as_on_one_device() -> None:
 
 @pytest.mark.skipif(not hasattr(torch._C, "_current_graph_task_id"), reason="torch < 2.0 cannot tell a recomputation")
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("config", [WEIGHT, OUTPUT], ids=["weight", "output"])
-def test_activation_checkpointing_counts_a_batch_once(reentrant: bool, config: Any) -> None:
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_activation_checkpointing_counts_a_batch_once(quantizer: str, reentrant: bool) -> None:
     """A forward recomputed in backward leaves the statistics of the first: as without checkpointing."""
 
     class Checkpointed(nn.Module):
         def __init__(self, on: bool) -> None:
             super().__init__()
             self.p, self.a, self.on = nn.Parameter(torch.ones(4)), nn.Linear(4, 4), on
+            # LSQ's first step starts a scale at each use: what is recomputed after that sees the last one.
+            self.b = nn.Linear(4, 4)
+            self.second = "b" if quantizer == "LsqQuantizer" else "a"
 
         def forward(self, x: Tensor) -> Tensor:
             x = x * self.p
             y = checkpoint(self.a, x, use_reentrant=reentrant) if self.on and self.training else self.a(x)
-            return y + self.a(2 * x)
+            return y + getattr(self, self.second)(2 * x)
 
+    config = OUTPUT if quantizer == "QAT_Quantizer" else CONFIGS[quantizer]
     with patched():
-        expected = train(lambda: Checkpointed(False), config, 1, once, batches())
+        expected = train(lambda: Checkpointed(False), config, 1, once, batches(), quantizer)
         for count in (1, 2):
-            losses, state = train(lambda: Checkpointed(True), config, count, once, batches())
+            losses, state = train(lambda: Checkpointed(True), config, count, once, batches(), quantizer)
             assert losses == pytest.approx(expected[0], rel=1e-4)
             for key, tensor in expected[1].items():
                 torch.testing.assert_close(state[key], tensor, rtol=2e-3, atol=2e-4, msg=key)

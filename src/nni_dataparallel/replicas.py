@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from .patching import Fix
 from .group import Group
+from .patching import Fix
 from .rendezvous import Parcel, Place
 
 __all__ = [

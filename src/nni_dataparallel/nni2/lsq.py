@@ -82,7 +82,7 @@ def _whole(x: Tensor, wrapper: Any, slot: str, starting: bool) -> Tuple[int, Lis
     shards: List[Tensor] = []
     if starting:
         size = torch.tensor(float(x.numel()), dtype=torch.float64, device=x.device)
-        shards = replicas.all_gather(torch.stack((x.detach().abs().sum().double(), size)), wrapper, slot)
+        shards = replicas.all_gather(torch.stack((x.detach().abs().sum(dtype=torch.float64), size)), wrapper, slot)
         sizes = [int(shard[1]) for shard in shards]
     else:
         sizes = replicas.all_gather_object(x.numel(), wrapper, slot)
@@ -97,8 +97,9 @@ def _activation(self: Any, x: Tensor, wrapper: Any, slot: str) -> Tensor:
         starting = False  # recomputed by a torch that cannot tell
     numel, shards = _whole(x, wrapper, slot, starting)
     if starting:
-        mean = x.detach().abs().mean() if not shards else _mean(shards)
         scale = getattr(module, f"{slot}_scale")
+        # Not in half precision, whatever the activations are in.
+        mean = _mean(shards) if shards else x.detach().abs().mean(dtype=torch.promote_types(x.dtype, scale.dtype))
         start = _started((mean * 2 / (getattr(module, f"{slot}_qmax") ** 0.5)).to(scale.dtype)).reshape(scale.shape)
         scale.data.copy_(start)
         _start_original(wrapper, f"{slot}_scale", start)

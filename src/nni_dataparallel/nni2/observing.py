@@ -42,7 +42,8 @@ def quantize_weight(stock: Callable[..., Any], self: Any, wrapper: Any, **kwargs
     if not self.compressed:
         return stock(self, wrapper, **kwargs)  # type: ignore[no-any-return]
     module = wrapper.module
-    module._buffers["weight"] = quantised = self._quantize(
+    quantised: Tensor = self._quantize(
         module.old_weight.detach(), module.weight_scale, module.weight_zero_point, module.weight_qmin, module.weight_qmax
     )
+    module._buffers["weight"] = quantised
     return quantised

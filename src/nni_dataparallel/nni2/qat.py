@@ -117,7 +117,8 @@ def _trained_weight(wrapper: Any) -> Tensor:
     if norm is None:
         return weight
     shape = [-1] + [1] * (weight.dim() - 1)
-    return weight * norm.weight.detach().reshape(shape) / torch.sqrt(norm.running_var + norm.eps).reshape(shape)
+    scaled: Tensor = weight * norm.weight.detach().reshape(shape)
+    return scaled / torch.sqrt(norm.running_var + norm.eps).reshape(shape)
 
 
 def scale_by_ranges(wrapper: Any) -> None:

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from .. import replicas
 from ..statistics import batch_range, fake_quantize, moving_average, qparams
+from .bias import quantize_bias
 from .observers import merged_range, overridden
 from .signatures import bits_of
 
 __all__ = ["quantize_bias_in_place", "quantize_output", "quantize_weight"]
-
-BIAS_BITS = 32
 
 
 def _affine(low: Tensor, high: Tensor, bits: int) -> Tuple[Tensor, Tensor]:
@@ -47,11 +46,8 @@ def quantize_weight(self: Any, weight: Tensor, module: Any, config: Any, name: s
 
 def quantize_bias_in_place(self: Any, weight: Tensor, module: Any, config: Any, name: str) -> Tensor:
     """1.9 quantises the bias, too, and writes the result over it."""
-    if not _idle(self, config) and getattr(module, "bias", None) is not None:
-        bias: Tensor = module.bias.data
-        scale, zero_point = _affine(*batch_range(bias), BIAS_BITS)
-        # In place: what is assigned to `.data` on a replica never reaches the Parameter.
-        bias.copy_(fake_quantize(bias, scale, zero_point, 0, (1 << BIAS_BITS) - 1))
+    if not _idle(self, config):
+        quantize_bias(module, _affine)
     return quantize_weight(self, weight, module, config, name)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..statistics import batch_range, fake_quantize, qparams
+from .bias import quantize_bias
 from .observers import overridden, track
 from .signatures import bits_of, note_bits
 from .steps import idle, warming_up
@@ -15,19 +16,19 @@ from .wrapping import grad_wanted, note_quantised
 
 __all__ = ["OUTPUT_2_0", "OUTPUT_2_2", "quantize_output", "quantize_weight"]
 
-BIAS_BITS = 32
 INPUT = ("tracked_min_input", "tracked_max_input")
 OUTPUT_2_0 = ("tracked_min_biased", "tracked_max_biased")
 OUTPUT_2_2 = ("tracked_min_activation", "tracked_max_activation")
 
 
-def _affine(low: Tensor, high: Tensor, bits: int) -> Tuple[Tensor, Tensor, int]:
+def _affine(low: Tensor, high: Tensor, bits: int) -> Tuple[Tensor, Tensor]:
     qmax = (1 << bits) - 1
-    # As NNI does it: the comparison with a tensor of shape [1] and default dtype decides shape and dtype.
-    zero = torch.zeros(1, device=low.device)
+    # As NNI does it: the comparison with a tensor of shape [1] and default dtype decides shape and dtype. But a
+    # half precision model stays one, or its next layer would refuse the result.
+    half = low.dtype if low.dtype in (torch.float16, torch.bfloat16) else None
+    zero = torch.zeros(1, device=low.device, dtype=half)
     low, high = torch.min(low, zero), torch.max(high, zero)
-    scale, zero_point = qparams(low, high, 0, qmax, torch.full_like(zero, float(qmax)))
-    return scale, zero_point, qmax
+    return qparams(low, high, 0, qmax, torch.full_like(zero, float(qmax)))
 
 
 def _quantize(self: Any, x: Tensor, module: Any, bits: int) -> Tensor:
@@ -71,12 +72,9 @@ def quantize_weight(with_bias: bool) -> Callable[..., Tensor]:
                     # because the next one writes into the buffer while backward may need this one.
                     buffers["weight"] = buffers["weight"].detach().clone()
             return trained
-        if with_bias and getattr(module, "bias", None) is not None:
-            bias: Tensor = module.bias.data
-            scale, zero_point, qmax = _affine(*batch_range(bias), BIAS_BITS)
-            # In place: what is assigned to `.data` on a replica never reaches the Parameter.
-            bias.copy_(fake_quantize(bias, scale, zero_point, 0, qmax))
-        buffers["scale"], buffers["zero_point"], _ = _affine(*batch_range(trained), bits)
+        if with_bias:
+            quantize_bias(module, _affine)
+        buffers["scale"], buffers["zero_point"] = _affine(*batch_range(trained), bits)
         quantised = _quantize(self, trained, module, bits)
         note_bits(module, "weight_bit", bits)
         note_quantised(wrapper)
@@ -105,7 +103,7 @@ def quantize_output(names: Tuple[str, str]) -> Callable[..., Tensor]:
             return output
         if wrapper.training:
             low, high = track(output, wrapper, "output", names, module.ema_decay)
-            module._buffers["scale"], module._buffers["zero_point"], _ = _affine(low, high, bits)
+            module._buffers["scale"], module._buffers["zero_point"] = _affine(low, high, bits)
             note_quantised(wrapper)
         else:
             _hold(module)

@@ -9,8 +9,22 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 from ..patching import Fix
-from . import calibration, construction, copying, export, gradient, lsq, observing, qat, qat_first, qat_legacy, signatures
-from . import steps, weights, wrapping
+from . import (
+    calibration,
+    construction,
+    copying,
+    export,
+    gradient,
+    lsq,
+    observing,
+    qat,
+    qat_first,
+    qat_legacy,
+    signatures,
+    steps,
+    weights,
+    wrapping,
+)
 
 __all__ = ["FIXES", "LINE", "PACKAGES", "QUANTIZERS"]
 
@@ -71,13 +85,17 @@ class _Row(NamedTuple):
     issue: str = _DP
 
 
-def _rules(path: str, rules: Dict[str, Tuple[Callable[..., Any], Tuple[str, ...]]], within: str, reason: str, issue: str) -> List[_Row]:
+def _rules(
+    path: str, rules: Dict[str, Tuple[Callable[..., Any], Tuple[str, ...]]], within: str, reason: str, issue: str
+) -> List[_Row]:
     return [_Row(path, f"{releases},{within}", fix, expects, reason, issue) for releases, (fix, expects) in rules.items()]
 
 
-_SELF = ("self",)
+_SELF, _WRAPPER = ("self",), ("self", "wrapper")
+_INPUT, _OUTPUT = ("self", "inputs", "wrapper"), ("self", "output", "wrapper")
 _REBOUND = "scale, zero point and quantised weight are rebound and lost on replicas"
 _RANGE = "the tracked range is lost, or only replica 0's shard is seen"
+_START = "the scale starts from one shard, and is lost"
 _WARM = "before quant_start_step gradients are masked by a scale that does not exist"
 _IN_PLACE = "autograd's own gradient tensor is zeroed in place, in other branches too"
 _ZERO_WEIGHT = "an all-zero weight gives NaN"
@@ -86,7 +104,8 @@ _QUANT_BACKWARD = ("tensor", "grad_output", "quant_type", "scale", "zero_point",
 _ROWS: Tuple[_Row, ...] = (
     _Row("Quantizer.__init__", LINE, construction.quantizer_init, ("self", "model", "config_list"),
          "a DataParallel given in place of its model, a prefixed name, a config that matches nothing", _PREFIX),
-    _Row("Quantizer.compress", LINE, construction.compress, _SELF, "the model comes back without the DataParallel it was given in", _PREFIX),
+    _Row("Quantizer.compress", LINE, construction.compress, _SELF,
+         "the model comes back without the DataParallel it was given in", _PREFIX),
     _Row("Quantizer.__setstate__", LINE, copying.setstate, (), "a copy's optimizer does not count steps", "nni#5704"),
     _Row("Quantizer._wrap_modules", LINE, wrapping.wrap_modules, ("self", "layer", "config"),
          "the `weight` buffer is the trained Parameter, or shares its storage"),
@@ -100,14 +119,14 @@ _ROWS: Tuple[_Row, ...] = (
     *_rules("QAT_Quantizer.quantize_weight", signatures.weight_rule(qat_first.quantize_bias_in_place), ">=1.9,<2.0", _REBOUND, _DP),
     *_rules("QAT_Quantizer.quantize_output", signatures.output_rule(qat_first.quantize_output), "<2.0", _RANGE, _DP),
     # QAT_Quantizer, 2.0 - 2.4
-    _Row("QAT_Quantizer.quantize_weight", ">=2.0,<2.4", qat_legacy.quantize_weight(with_bias=True), ("self", "wrapper"), _REBOUND),
-    _Row("QAT_Quantizer.quantize_weight", ">=2.4,<2.5", qat_legacy.quantize_weight(with_bias=False), ("self", "wrapper"), _REBOUND),
-    _Row("QAT_Quantizer.quantize_output", ">=2.0,<2.2", qat_legacy.quantize_output(qat_legacy.OUTPUT_2_0), ("self", "output", "wrapper"), _RANGE),
-    _Row("QAT_Quantizer.quantize_output", ">=2.2,<2.5", qat_legacy.quantize_output(qat_legacy.OUTPUT_2_2), ("self", "output", "wrapper"), _RANGE),
+    _Row("QAT_Quantizer.quantize_weight", ">=2.0,<2.4", qat_legacy.quantize_weight(with_bias=True), _WRAPPER, _REBOUND),
+    _Row("QAT_Quantizer.quantize_weight", ">=2.4,<2.5", qat_legacy.quantize_weight(with_bias=False), _WRAPPER, _REBOUND),
+    _Row("QAT_Quantizer.quantize_output", ">=2.0,<2.2", qat_legacy.quantize_output(qat_legacy.OUTPUT_2_0), _OUTPUT, _RANGE),
+    _Row("QAT_Quantizer.quantize_output", ">=2.2,<2.5", qat_legacy.quantize_output(qat_legacy.OUTPUT_2_2), _OUTPUT, _RANGE),
     # QAT_Quantizer, 2.5 - 3.0rc1
-    _Row("QAT_Quantizer.quantize_weight", _MODERN, qat.quantize_weight, ("self", "wrapper"), _REBOUND),
-    _Row("QAT_Quantizer.quantize_input", _MODERN, qat.quantize_input, ("self", "inputs", "wrapper"), _RANGE),
-    _Row("QAT_Quantizer.quantize_output", _MODERN, qat.quantize_output, ("self", "output", "wrapper"), _RANGE),
+    _Row("QAT_Quantizer.quantize_weight", _MODERN, qat.quantize_weight, _WRAPPER, _REBOUND),
+    _Row("QAT_Quantizer.quantize_input", _MODERN, qat.quantize_input, _INPUT, _RANGE),
+    _Row("QAT_Quantizer.quantize_output", _MODERN, qat.quantize_output, _OUTPUT, _RANGE),
     _Row("QAT_Quantizer.load_calibration_config", _MODERN, calibration.load_calibration_config, ("self", "calibration_config"),
          "ranges become CPU tensors of another shape, scales stay 0, the first step discards what was loaded"),
     _Row("QAT_Quantizer.step_with_optimizer", ">=2.0,<=3.0rc1", steps.step_with_optimizer, _SELF,
@@ -117,10 +136,11 @@ _ROWS: Tuple[_Row, ...] = (
     _Row("QATGrad.quant_backward", ">=2.0,<=3.0rc1", gradient.quant_backward, _QUANT_BACKWARD, _IN_PLACE),
     # LsqQuantizer, 2.3 - 3.0rc1
     _Row("LsqQuantizer.__init__", _LSQ, lsq.init, ("self", "model", "config_list"), _ZERO_WEIGHT, _ZERO),
-    _Row("LsqQuantizer.quantize_weight", _LSQ, lsq.quantize_weight, ("self", "wrapper"), "from 2.5 on the weights are not trained", _ALIAS),
-    _Row("LsqQuantizer.quantize_input", ">=2.3,<2.5", lsq.quantize_inputs, ("self", "inputs", "wrapper"), "the scale starts from one shard, and is lost"),
-    _Row("LsqQuantizer.quantize_input", _MODERN, lsq.quantize_input, ("self", "inputs", "wrapper"), "the scale starts from one shard, and is lost"),
-    _Row("LsqQuantizer.quantize_output", _LSQ, lsq.quantize_output, ("self", "output", "wrapper"), "the scale starts from one shard, and is lost"),
+    _Row("LsqQuantizer.quantize_weight", _LSQ, lsq.quantize_weight, _WRAPPER,
+         "from 2.5 on the weights are not trained", _ALIAS),
+    _Row("LsqQuantizer.quantize_input", ">=2.3,<2.5", lsq.quantize_inputs, _INPUT, _START),
+    _Row("LsqQuantizer.quantize_input", _MODERN, lsq.quantize_input, _INPUT, _START),
+    _Row("LsqQuantizer.quantize_output", _LSQ, lsq.quantize_output, _OUTPUT, _START),
     _Row("LsqQuantizer.load_calibration_config", _MODERN, calibration.load_lsq_calibration_config, ("self", "calibration_config"),
          "scales become CPU tensors, the first step discards what was loaded"),
     # The weight alone
@@ -131,7 +151,7 @@ _ROWS: Tuple[_Row, ...] = (
     # ObserverQuantizer, 2.4 - 3.0rc1
     _Row("ObserverQuantizer.record", ">=2.4,<=3.0rc1", observing.record, ("self", "wrapper", "quant_type", "tensor"),
          "all replicas feed one histogram at once"),
-    _Row("ObserverQuantizer.quantize_weight", _MODERN, observing.quantize_weight, ("self", "wrapper"),
+    _Row("ObserverQuantizer.quantize_weight", _MODERN, observing.quantize_weight, _WRAPPER,
          "after compress() the weight is evaluated in floating point"),
     # Export
     *(_Row(f"{name}.export_model", _EXPORT, export.export_model, ("self", "model_path"),

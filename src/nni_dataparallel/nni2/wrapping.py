@@ -170,7 +170,7 @@ def _fit_shapes(module: Module, state_dict: Dict[str, Any], prefix: str) -> None
                 continue
             if own is None:
                 like = next((t for t in (*module.parameters(), *module.buffers())), given)
-                members[name] = torch.zeros_like(given, device=like.device)
+                module._buffers[name] = torch.zeros_like(given, device=like.device)
             elif own.shape != given.shape and own.numel() == given.numel():
                 state_dict[prefix + name] = given.reshape(own.shape)
 
