@@ -23,10 +23,13 @@ from typing import Dict, List, Tuple
 from nni_dataparallel.fixes import RELEASES, covered_releases
 
 TESTS = Path(__file__).parent
-FILES = ["equivalence", "gradient", "patching", "shapes_of_use", "ways_in"]
-# The first release of each version of QAT_Quantizer's code; slower tests run on these.
-FIRST_OF_THEIR_KIND = {"2.0": ["state"], "2.2": ["state"], "2.4": ["state"], "2.5": ["state"]}
+FILES = ["equivalence", "patching", "quantizers", "resume"]
+# What the code of a release decides, and not its place or name, is tested on the first release with that code.
+KIND_FILES = ["copies", "gradient", "numbers", "placement", "shapes_of_use", "state", "ways_in"]
+FIRST_OF_THEIR_KIND = ("1.4", "1.5", "1.9", "2.0", "2.2", "2.3", "2.4", "2.5", "3.0rc1")
+PRUNERS = ("2.0", "2.5", "2.10.1")
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
+PRUNERS_BEGIN, PRUNERS_END = "<!-- pruners: begin -->", "<!-- pruners: end -->"
 
 
 def install(release: str, cache: Path) -> Path:
@@ -44,8 +47,11 @@ def test(release: str, cache: Path) -> Tuple[str, int, Path]:
     """Run the tests on one release; its exit status and report."""
     folder, report = install(release, cache), cache / f"{release}.xml"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
-    files = [str(TESTS / f"test_{name}.py") for name in FILES + FIRST_OF_THEIR_KIND.get(release, [])]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
+    first = release in FIRST_OF_THEIR_KIND
+    names = FILES + (KIND_FILES if first else []) + (["pruners"] if release in PRUNERS else [])
+    files = [str(TESTS / f"test_{name}.py") for name in names]
+    selected = [] if first else ["-m", "not of_a_kind"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *selected, *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=TESTS.parent, check=False)
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr.strip()[-200:]
     print(f"NNI {release:7} {last}", flush=True)
@@ -54,46 +60,78 @@ def test(release: str, cache: Path) -> Tuple[str, int, Path]:
     return release, done.returncode, report
 
 
-def cells(report: Path) -> Dict[str, Tuple[int, int, int, int]]:
-    """Case -> cells equal with patched NNI, all such cells, cells equal with stock NNI, all such cells."""
-    found: Dict[str, Tuple[int, int, int, int]] = {}
+Cells = Dict[str, List[int]]
+TESTED = {
+    "test_replicas_equal_one_device": 0,
+    "test_stock_replicas_equal_one_device": 2,
+    "test_a_resumed_run_equals_one_that_never_stopped": 4,
+    "test_an_export_loads_into_the_plain_model": 6,
+    "test_pruned_on_replicas_equals_one_device": 0,
+    "test_stock_pruner_on_replicas": 2,
+}
+"""Test -> where its count of passed cells stands; the count of all its cells stands behind it."""
+
+
+def cells(report: Path, pruners: bool = False) -> Cells:
+    """Quantizer (or pruner) -> passed and all cells, for each of ``TESTED``."""
+    found: Cells = {}
     for case in ElementTree.parse(report).iter("testcase"):
         name, _, parameters = case.get("name", "").partition("[")
-        passed = all(child.tag not in ("failure", "error", "skipped") for child in case)
-        identity = re.sub(r"^(patched-|subclass-)?\d+-|\]$", "", parameters)
-        equal, total, stock, stock_total = found.get(identity, (0, 0, 0, 0))
-        if name == "test_replicas_equal_one_device":
-            found[identity] = equal + passed, total + 1, stock, stock_total
-        elif name == "test_stock_replicas_equal_one_device":
-            found[identity] = equal, total, stock + passed, stock_total + 1
+        if name not in TESTED or ("prune" in name) is not pruners:
+            continue
+        subject = re.sub(r"^(patched-|subclass-)?\d+-|\]$", "", parameters).partition(":")[0]
+        counts = found.setdefault(subject, [0] * 8)
+        if not any(child.tag == "skipped" and "pytest.skip" in child.get("type", "") for child in case):
+            counts[TESTED[name]] += all(child.tag not in ("failure", "error", "skipped") for child in case)
+            counts[TESTED[name] + 1] += 1
     return found
 
 
+QUANTIZERS = ("QAT_Quantizer", "LsqQuantizer", "DoReFaQuantizer", "BNNQuantizer", "NaiveQuantizer", "ObserverQuantizer")
+
+
+def _of(passed: int, every: int, none: str = "-") -> str:
+    return f"{passed} of {every}" if every else none
+
+
 def table(reports: Dict[str, Path]) -> str:
-    """The README's table, from the reports alone."""
-    lines = [
-        "| NNI | quantizer | cases | patched: equal cells | stock: equal cells |",
-        "|---|---|---|---|---|",
-    ]
+    """The README's table of quantizers, from the reports alone."""
+    names = [name.replace("Quantizer", "").rstrip("_") for name in QUANTIZERS]
+    heads = ["NNI", *names, "stock: all of these", "resumed", "export loads"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for release in RELEASES:
         if release not in reports:
             why = "not run" if release in covered_releases() else "not covered yet"
-            lines.append(f"| {release} | - | {why} | | |")
+            lines.append(f"| {release} | {why} |" + " |" * (len(heads) - 2))
             continue
-        by_case = cells(reports[release])
-        equal, total = (sum(entry[i] for entry in by_case.values()) for i in (0, 1))
-        stock, stock_total = (sum(entry[i] for entry in by_case.values()) for i in (2, 3))
-        lines.append(f"| {release} | `QAT_Quantizer` | {len(by_case)} | {equal} of {total} | {stock} of {stock_total} |")
+        found = cells(reports[release])
+        sums = [sum(counts[i] for counts in found.values()) for i in range(8)]
+        equal = [_of(*found[name][:2]) if name in found else "-" for name in QUANTIZERS]
+        more = [_of(*sums[2:4]), _of(*sums[4:6]), _of(*sums[6:8], "NNI has none")]
+        lines.append("| " + " | ".join([release, *equal, *more]) + " |")
     return "\n".join(lines)
 
 
-def write_table(readme: Path, text: str) -> None:
+def pruner_table(reports: Dict[str, Path]) -> str:
+    """The README's table of pruners: one line per pruner, a column per release."""
+    runs = {release: cells(reports[release], pruners=True) for release in PRUNERS if release in reports}
+    lines = [
+        "| pruner | " + " | ".join(f"{release}: patched | stock" for release in runs) + " |",
+        "|---" * (1 + 2 * len(runs)) + "|",
+    ]
+    for pruner in sorted({name for run in runs.values() for name in run}):
+        counts = [run.get(pruner, [0] * 8) for run in runs.values()]
+        lines.append(f"| `{pruner}` | " + " | ".join(f"{_of(c[0], c[1])} | {_of(c[2], c[3])}" for c in counts) + " |")
+    return "\n".join(lines)
+
+
+def write_table(readme: Path, text: str, begin: str, end: str) -> None:
     """Replace what stands between the marks in the README."""
-    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, mark, after = rest.partition(END)
+    before, _, rest = readme.read_text(encoding="utf-8").partition(begin)
+    _, mark, after = rest.partition(end)
     if not mark:
-        raise SystemExit(f"{readme} has no {BEGIN} ... {END}")
-    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+        raise SystemExit(f"{readme} has no {begin} ... {end}")
+    readme.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def main() -> int:
@@ -116,9 +154,10 @@ def main() -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         results = list(pool.map(lambda release: test(release, cache), releases))
     reports = {release: report for release, _, report in results}
-    print(table(reports))
+    print(table(reports), pruner_table(reports), sep="\n\n")
     if options.readme:
-        write_table(options.readme, table(reports))
+        write_table(options.readme, table(reports), BEGIN, END)
+        write_table(options.readme, pruner_table(reports), PRUNERS_BEGIN, PRUNERS_END)
     failed = [release for release, status, _ in results if status]
     print(f"{len(results) - len(failed)} passed, {len(failed)} failed")
     return 1 if failed else 0

@@ -80,6 +80,7 @@ def test_one_device_is_stock_bit_for_bit(case: Case, quantizer_class: Any, on_on
     assert differences(on_one_device, record, exact=True) == []
 
 
+@pytest.mark.of_a_kind
 @each_case
 @pytest.mark.parametrize("count", [1, 3])
 def test_double_precision(case: Case, count: int, quantizer_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +102,7 @@ def test_stock_replicas_equal_one_device(case: Case, replicas: int, on_one_devic
     assert differences(on_one_device, train(stock_class(case.quantizer), case, RELEASE, replicated(replicas, check=False))) == []
 
 
+@pytest.mark.of_a_kind
 @each_case
 @pytest.mark.parametrize("count", [1, 3])
 def test_ranges_do_not_depend_on_gradients(case: Case, count: int, quantizer_class: Any) -> None:
@@ -140,14 +142,15 @@ def test_stock_warm_up_trains_the_float_model(case: Case) -> None:
     test_warm_up_trains_the_float_model(case, stock_class())
 
 
+@pytest.mark.of_a_kind
 @each_case
 @pytest.mark.parametrize("count", [1, 2])
 def test_buffers_keep_their_identity(case: Case, count: int, quantizer_class: Any) -> None:
     """Every buffer is the same object before and after a forward, plain, detached, with storage of its own."""
     net, optimizer, _ = start_training(quantizer_class, case, RELEASE)
     model = replicated(count)(net)
-    if IS_FIRST:  # scale and zero point are None before that
-        advance(case, model, optimizer, data()[:1])
+    if IS_FIRST:  # scale and zero point are None before the first quantised forward
+        advance(case, model, optimizer, data()[: max(1, case.start)])
     before = {name: (id(b), b.data_ptr()) for name, b in net.named_buffers()}
     advance(case, model, optimizer, data()[:4])
     model.eval()
@@ -161,6 +164,7 @@ def test_buffers_keep_their_identity(case: Case, count: int, quantizer_class: An
         assert buffer.data_ptr() not in parameters, name
 
 
+@pytest.mark.of_a_kind
 @each_case
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_trained_weight_stays_the_parameter(case: Case, count: int, quantizer_class: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 import types
@@ -12,7 +13,7 @@ import pytest
 from conftest import RELEASE
 
 import nni_dataparallel
-from nni_dataparallel import fixes, patching
+from nni_dataparallel import api, fixes, patching
 from nni_dataparallel.patching import Fix, PatchError, PatchWarning
 
 
@@ -187,31 +188,31 @@ def test_patched_is_a_context_manager_that_keeps_an_earlier_patch() -> None:
     assert nni_dataparallel.is_patched()
 
 
+def compressor() -> Any:
+    """The release's module with Quantizer in it."""
+    return importlib.import_module(next(row.module for row in fixes.rows_for(RELEASE) if row.module.endswith(".compressor")))
+
+
 @covered
 def test_patch_map_reads_the_live_attributes() -> None:
     """Somebody else's assignment shows, it is not remembered away."""
-    from nni.compression.pytorch.compressor import Quantizer
-
+    quantizer = compressor().Quantizer
     nni_dataparallel.patch()
-    ours = Quantizer._wrap_modules
-    Quantizer._wrap_modules = lambda *args: None
+    ours = quantizer._wrap_modules
+    quantizer._wrap_modules = lambda *args: None
     try:
         assert not nni_dataparallel.is_patched()
-        assert not nni_dataparallel.patch_map()["nni.compression.pytorch.compressor:Quantizer._wrap_modules"]
+        assert not nni_dataparallel.patch_map()[f"{compressor().__name__}:Quantizer._wrap_modules"]
     finally:
-        Quantizer._wrap_modules = ours
+        quantizer._wrap_modules = ours
     assert nni_dataparallel.is_patched()
 
 
 @covered
 def test_a_changed_target_stops_patch_and_is_skipped_by_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     """An NNI of another shape: patch() raises and changes nothing, auto warns with the row's name."""
-    from nni.compression.pytorch.compressor import Quantizer
-
-    from nni_dataparallel import api
-
     nni_dataparallel.unpatch()
-    monkeypatch.setattr(Quantizer, "_wrap_modules", lambda self, other: None)
+    monkeypatch.setattr(compressor().Quantizer, "_wrap_modules", lambda self, other: None)
     with pytest.raises(PatchError, match=r"Quantizer\._wrap_modules"):
         nni_dataparallel.patch()
     live = nni_dataparallel.patch_map()

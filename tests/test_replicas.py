@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nni_dataparallel import rehearse, rendezvous, replicas
+from nni_dataparallel.recording import recorded
 from nni_dataparallel.virtual import VirtualDevice, virtual_devices
 
 pytestmark = pytest.mark.usefixtures("worker_contexts")
@@ -285,3 +286,82 @@ def test_two_parallel_forwards_at_once_do_not_meet() -> None:
     within(TIMEOUT, both)
     assert len(results) == 3
     assert all(found == [[value]] * 30 for value, found in results)
+
+
+def test_deferred_values_are_settled_once_in_the_order_of_ranks() -> None:
+    """In the main thread, when all replicas are done, place by place in the order of use."""
+    settled: List[Any] = []
+
+    def work(self: Any, x: Tensor) -> Tensor:
+        for slot in ("first", "second"):
+            values = (slot, replicas.rank())
+            replicas.defer(values, self.inner, slot, lambda seen: settled.append((threading.current_thread().name, seen)))
+        assert settled == []
+        return x
+
+    run_in_this_thread = rehearse(Probe(work), 3)
+    run_in_this_thread(torch.zeros(6, 1))
+    main = threading.current_thread().name
+    assert settled == [(main, [(slot, rank) for rank in range(3)]) for slot in ("first", "second")]
+
+
+def test_a_value_deferred_outside_a_replica_is_settled_at_once() -> None:
+    """One device: no case of its own in the code that uses it."""
+    settled: List[Any] = []
+    replicas.defer(1, nn.Linear(1, 1), "slot", settled.append)
+    assert settled == [[1]]
+
+
+def test_nothing_is_settled_when_a_replica_raises() -> None:
+    """The forward failed; half a batch is not recorded."""
+    settled: List[Any] = []
+
+    def work(self: Any, x: Tensor) -> Tensor:
+        replicas.defer(1, self.inner, "slot", settled.append)
+        if replicas.rank() == 1:
+            raise ArithmeticError("second shard")
+        return x
+
+    with pytest.raises(ArithmeticError, match="second shard"):
+        run(work)
+    assert settled == []
+
+
+def test_only_those_who_were_there_are_settled() -> None:
+    """A replica that skipped the layer is left out; plain Python values of the others are gathered."""
+    settled: List[Any] = []
+    gathered: List[Any] = []
+
+    def work(self: Any, x: Tensor) -> Tensor:
+        if replicas.rank() != 1:
+            replicas.defer(replicas.rank(), self.inner, "slot", settled.append)
+            gathered.append(replicas.all_gather_object(len(x), self.inner, "count"))
+        return x
+
+    run(work)
+    assert settled == [[0, 2]]
+    assert gathered == [[2, 2], [2, 2]]
+
+
+def test_a_buffer_that_was_none_is_adopted_by_the_network() -> None:
+    """As NNI 1.x registers scale and zero point; from whichever replica made it."""
+
+    class Born(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+            self.register_buffer("scale", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if replicas.rank() == replicas.size() - 1:
+                with recorded(self, frozenset(["scale"])):
+                    self.scale = x.max().reshape(1) * self.weight
+            return x
+
+    for count in (1, 2):
+        net = Born()
+        model = rehearse(net, count) if count > 1 else net
+        model(torch.tensor([[1.0], [7.0]]))
+        assert net.scale.tolist() == [7.0]
+        assert net.scale.is_leaf
+        assert not net.scale.requires_grad

@@ -144,6 +144,7 @@ def test_an_export_loads_into_the_plain_model(case: Case, tmp_path: Path) -> Non
     assert str(stored) == str(calibration)
 
 
+@pytest.mark.of_a_kind
 @pytest.mark.skipif(not IS_MODERN, reason="load_calibration_config came with 2.5")
 @pytest.mark.parametrize("case", cases_for(RELEASE, "QAT_Quantizer") + cases_for(RELEASE, "LsqQuantizer"), ids=lambda case: case.id)
 def test_a_quantizer_goes_on_from_its_own_export(case: Case, tmp_path: Path) -> None:

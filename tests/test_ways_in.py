@@ -20,13 +20,14 @@ from torch import nn
 import nni_dataparallel
 from nni_dataparallel import fixes, patching
 
-CASES = cases_for(RELEASE)
-pytestmark = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no QAT_Quantizer")
-IMPORT = "from nni.algorithms.compression.pytorch.quantization import QAT_Quantizer"
+CASES = cases_for(RELEASE, "QAT_Quantizer")
+pytestmark = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no quantizer")
+HOME = fixes.home_of(RELEASE) if CASES else "nni"
+IMPORT = f"from {HOME} import QAT_Quantizer"
 AUTO = "import nni_dataparallel.auto"
-CHECK = """
+CHECK = f"""
 import nni_dataparallel
-import nni.algorithms.compression.pytorch.quantization
+import {HOME}
 assert nni_dataparallel.is_patched(), nni_dataparallel.patch_map()
 assert hasattr(QAT_Quantizer.quantize_weight, '__nni_dataparallel__')
 print('patched')
@@ -80,15 +81,29 @@ def test_auto_and_the_others_agree_on_one_state(lines: Any, expected: bool) -> N
     assert last_line(result) == str({expected}), result.stderr
 
 
+@pytest.mark.parametrize("lines", [("nni_dataparallel.patch()",), ("import nni_dataparallel.auto",)], ids=["patch", "auto"])
+def test_pruners_are_patched_when_they_are_imported(lines: Any) -> None:
+    """Neither loaded nor forgotten by patch(): every row of theirs is live after the import."""
+    modules = sorted({row.module for row in fixes.rows_for(RELEASE) if row.on_import})
+    if not modules:
+        pytest.skip("no rows for pruners")
+    result = python("import nni_dataparallel", *lines, *(f"import {module}" for module in modules), f"import {HOME}", """
+        rows = [row for row in nni_dataparallel.fixes.rows_for(nni_dataparallel.fixes.installed_release()) if row.on_import]
+        print(len(rows), all(nni_dataparallel.patching.is_live(row) for row in rows), nni_dataparallel.is_patched())
+    """.replace("\n        ", "\n"))  # fmt: skip
+    rows = [row for row in fixes.rows_for(RELEASE) if row.on_import]
+    assert last_line(result) == f"{len(rows)} True True", result.stderr
+
+
 def test_auto_does_not_import_nni() -> None:
     """A script that never uses the compressors does not pay for them."""
     result = python(AUTO, "import sys; print([m for m in sys.modules if m.startswith('nni.')])")
     assert last_line(result) == "[]", result.stderr
 
 
-SCRIPT = """
+SCRIPT = f"""
 import sys
-from nni.algorithms.compression.pytorch.quantization import QAT_Quantizer
+{IMPORT}
 import neighbour
 print('script', __name__, sys.argv[1:], hasattr(QAT_Quantizer.quantize_weight, '__nni_dataparallel__'))
 sys.exit(int(sys.argv[1]))
@@ -156,7 +171,7 @@ def test_an_unknown_release_leaves_nni_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(fixes.NOT_YET))
 def test_a_quantizer_without_a_fixed_subclass_is_told(name: str) -> None:
     """ImportError with what there is instead; other names stay AttributeErrors."""
-    with pytest.raises(ImportError, match=rf"no fixed {name}.*Available here: QAT_Quantizer"):
+    with pytest.raises(ImportError, match=rf"no fixed {name}.*Available here: QAT_Quantizer, LsqQuantizer, "):
         __import__("nni_dataparallel", fromlist=[name]).__getattr__(name)
     assert not hasattr(nni_dataparallel, "NoSuchThing")
 
@@ -170,23 +185,27 @@ def test_subclass_and_patch_together_fix_once() -> None:
     assert differences(expected, record) == []
 
 
+def stock_wrapper() -> Any:
+    return sys.modules[base_quantizer().__module__].QuantizerModuleWrapper
+
+
+def base_quantizer() -> Any:
+    return next(base for base in stock_class().__mro__ if base.__name__ == "Quantizer")
+
+
 def test_the_subclass_is_a_stock_quantizer() -> None:
     """isinstance holds for the quantizer, its wrappers and its autograd function."""
-    from nni.compression.pytorch.compressor import QuantizerModuleWrapper
-
     _, _, quantizer = start_training(nni_dataparallel.QAT_Quantizer, CASES[0], RELEASE)
     assert isinstance(quantizer, stock_class())
-    assert all(isinstance(w, QuantizerModuleWrapper) for w in quantizer.get_modules_wrapper())
+    assert all(isinstance(w, stock_wrapper()) for w in quantizer.get_modules_wrapper())
     assert nni_dataparallel.QAT_Quantizer is nni_dataparallel.QAT_Quantizer
 
 
 def test_classes_survive_pickle() -> None:
     """The fixed classes are found again under their names."""
-    from nni.compression.pytorch.compressor import QuantizerModuleWrapper
-
     from nni_dataparallel.subclasses import fixed_class
 
-    for cls in (nni_dataparallel.QAT_Quantizer, fixed_class(QuantizerModuleWrapper)):
+    for cls in (nni_dataparallel.QAT_Quantizer, fixed_class(stock_wrapper())):
         assert pickle.loads(pickle.dumps(cls)) is cls
 
 
@@ -208,14 +227,18 @@ def test_a_quantizer_built_before_patch_is_mended_too(count: int) -> None:
 
 
 def test_an_uncovered_quantizer_on_replicas_is_told() -> None:
-    """Patched, but not for this one: said at its first forward under DataParallel."""
-    from nni.algorithms.compression.pytorch.quantization import DoReFaQuantizer
+    """A quantizer of the user's own may keep state anywhere: said at its first forward under DataParallel."""
+
+    class OwnQuantizer(base_quantizer()):
+        def quantize_weight(self, *args: Any, **kwargs: Any) -> Any:
+            given = [value for value in args if isinstance(value, torch.Tensor)]  # not from 1.9 on
+            return given[0] if given else args[0].module.weight
 
     net = nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU())
     config = [{"quant_types": ["weight"], "quant_bits": 8, "op_types": ["Conv2d"]}]
     with nni_dataparallel.patched():
-        DoReFaQuantizer(net, config, torch.optim.SGD(net.parameters(), lr=0.1)).compress()
-        with pytest.warns(RuntimeWarning, match=r"DoReFaQuantizer is not covered under DataParallel.*Covered: QAT_Quantizer"):
+        OwnQuantizer(net, config).compress()
+        with pytest.warns(RuntimeWarning, match=r"OwnQuantizer is not covered under DataParallel.*Covered: BNNQuantizer, "):
             replicated(2, check=False)(net)(torch.randn(2, 1, 8, 8))
 
 
@@ -223,23 +246,29 @@ def test_a_config_that_matches_nothing_is_told() -> None:
     """The warning names the config and the layers there are."""
     net = nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU())
     config = [{"quant_types": ["output"], "quant_bits": 8, "op_names": ["convv"]}]
+    optimizers = () if RELEASE == "1.4" else (torch.optim.SGD(net.parameters(), lr=0.1),)
     with nni_dataparallel.patched(), pytest.warns(UserWarning, match=r"quantises nothing.*convv.*0 \(Conv2d\), 1 \(ReLU\)"):
-        stock_class()(net, config, torch.optim.SGD(net.parameters(), lr=0.1))
+        stock_class()(net, config, *optimizers).compress()
 
 
 @pytest.mark.parametrize("way", ["patched", "subclass"])
-def test_a_model_wrapped_before_the_quantizer_is_told(way: str) -> None:
+def test_a_model_in_distributed_data_parallel_is_told(way: str) -> None:
     """One warning, with the order that works."""
-    net = nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU())
-    model = nn.DataParallel(net)
-    config = [{"quant_types": ["output"], "quant_bits": 8, "op_types": ["ReLU"]}]
-    more = {"dummy_input": torch.zeros(1, 1, 8, 8)} if IS_MODERN else {}
-    if way == "patched":
-        nni_dataparallel.patch()
-    quantizer_class = stock_class() if way == "patched" else nni_dataparallel.QAT_Quantizer
-    with pytest.warns(UserWarning, match="Build the quantizer on the plain model first, then wrap it") as caught:
-        quantizer_class(model, config, torch.optim.SGD(net.parameters(), lr=0.1), **more)
-    assert sum("was given a DataParallel" in str(w.message) for w in caught) == 1
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        net = nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU())
+        model = nn.parallel.DistributedDataParallel(net)
+        config = [{"quant_types": ["output"], "quant_bits": 8, "op_types": ["ReLU"]}]
+        more = {"dummy_input": torch.zeros(1, 1, 8, 8)} if IS_MODERN else {}
+        optimizers = () if RELEASE == "1.4" else (torch.optim.SGD(net.parameters(), lr=0.1),)
+        if way == "patched":
+            nni_dataparallel.patch()
+        quantizer_class = stock_class() if way == "patched" else nni_dataparallel.QAT_Quantizer
+        with pytest.warns(UserWarning, match="Build the quantizer on the plain model first, then wrap it") as caught:
+            quantizer_class(model, config, *optimizers, **more)
+        assert sum("was given a DistributedDataParallel" in str(w.message) for w in caught) == 1
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_torch_functions_stay_wrapped_for_subclasses_after_unpatch() -> None:

@@ -34,9 +34,14 @@ def arm() -> None:
     for row in rows:
         if row.module in sys.modules or not row.module.startswith("nni."):
             _install_if_armed(row)(importlib.import_module(row.module))
-        elif row.target not in _hooked:
-            _hooked.append(row.target)
-            register_post_import_hook(_install_if_armed(row), row.module)
+        else:
+            _wait_for_import(row)
+
+
+def _wait_for_import(row: patching.Fix) -> None:
+    if row.target not in _hooked:
+        _hooked.append(row.target)
+        register_post_import_hook(_install_if_armed(row), row.module)
 
 
 def _install_if_armed(row: patching.Fix) -> Callable[[Any], None]:
@@ -55,7 +60,8 @@ def _install_if_armed(row: patching.Fix) -> Callable[[Any], None]:
 def patch() -> None:
     """Repair the stock NNI classes in place; doing it twice is doing it once.
 
-    Classes imported earlier (``from nni... import QAT_Quantizer``) are reached too.
+    Classes imported earlier (``from nni... import QAT_Quantizer``) are reached too. Pruners are repaired
+    when the script imports them.
 
     Raises
     ------
@@ -64,10 +70,16 @@ def patch() -> None:
     PatchError
         When the installed NNI does not look like its release. Nothing is patched then.
     """
+    global _armed
     rows = fixes.rows_for(fixes.installed_release())
-    patching.require(rows)
+    patching.require(row for row in rows if row.due)  # imports modules, by which other rows may become due
+    patching.require(row for row in rows if row.due)
+    _armed = True
     for row in rows:
-        patching.install(row, HOLDER)
+        if row.due:
+            patching.install(row, HOLDER)
+        else:
+            _wait_for_import(row)
 
 
 def unpatch() -> None:
@@ -94,7 +106,7 @@ def patched() -> Iterator[None]:
 
 
 def is_patched() -> bool:
-    """Whether every fix for the installed NNI is live on the stock classes right now.
+    """Whether every fix for the installed NNI is live on the stock classes right now (of pruners: if imported).
 
     After ``import nni_dataparallel.auto`` this is False until NNI's compressors are imported.
     """
@@ -105,11 +117,12 @@ def is_patched() -> bool:
 
 
 def patch_map() -> Dict[str, bool]:
-    """Target -> whether its fix is live, read from the attributes themselves.
+    """Target -> whether its fix is live, read from the attributes themselves; pruners only once they are imported.
 
     Raises
     ------
     UnsupportedReleaseError
         As :func:`patch`.
     """
-    return {row.target: patching.is_live(row) for row in fixes.rows_for(fixes.installed_release())}
+    rows = fixes.rows_for(fixes.installed_release())
+    return {row.target: patching.is_live(row) for row in rows if row.due}

@@ -9,7 +9,7 @@ from typing import Dict, List, Tuple
 from packaging.specifiers import SpecifierSet
 
 from . import replicas
-from .nni2 import rows
+from .nni2 import pruner_rows, rows
 from .patching import Fix, PatchError
 
 __all__ = ["FIXES", "QUANTIZERS", "RELEASES", "UnsupportedReleaseError", "home_of", "installed_release", "rows_for"]
@@ -21,7 +21,7 @@ RELEASES: Tuple[str, ...] = (
 )  # fmt: skip
 """Every NNI release on the package registry that has a PyTorch compressor."""
 
-FIXES: Tuple[Fix, ...] = (*replicas.FIXES, *rows.FIXES)
+FIXES: Tuple[Fix, ...] = (*replicas.FIXES, *rows.FIXES, *pruner_rows.FIXES)
 QUANTIZERS: Dict[str, str] = rows.QUANTIZERS
 """Fixed quantizers -> the releases that have it."""
 

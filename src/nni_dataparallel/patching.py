@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 import threading
 import warnings
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class Fix:
         The class has the method from a base class; the fix becomes its own.
     added
         The class has no such method; ``fix`` gets None for the stock callable.
+    on_import
+        The row waits until a script imports the module: it is not worth loading for everybody.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Fix:
     issue: str = ""
     inherited: bool = False
     added: bool = False
+    on_import: bool = False
 
     def fits(self, release: str) -> bool:
         """Whether the row is for this NNI release (pre-releases count)."""
@@ -72,6 +76,11 @@ class Fix:
     @property
     def module(self) -> str:
         return self.target.partition(":")[0]
+
+    @property
+    def due(self) -> bool:
+        """Whether the row has to be in place now, or waits for an import."""
+        return not self.on_import or self.module in sys.modules
 
     @property
     def path(self) -> List[str]:

@@ -35,7 +35,7 @@ def quantizer(name: str) -> type:
     if not SpecifierSet(releases).contains(release, prereleases=True):
         raise ImportError(f"nni_dataparallel has no {name} for NNI {release}; it exists for NNI {releases}")
     torch_rows = [row for row in rows if not row.releases]
-    patching.require(rows)
+    patching.require(row for row in rows if row.due)
     for row in torch_rows:
         patching.install(row, HOLDER)
     return fixed_class(getattr(importlib.import_module(fixes.home_of(release)), name), "nni_dataparallel")

@@ -44,13 +44,16 @@ def quantizer_init(stock: Callable[..., None], self: Any, model: nn.Module, conf
         _under_construction.quantizer = outer
     if outer_model is not model:
         self.parallel_model = outer_model
-    if self.modules_wrapper is not None and not self.get_modules_wrapper():  # 1.4 wraps in compress()
+    if self.modules_wrapper is not None and not self.get_modules_wrapper():
         _warn_of_no_match(self, model, config_list)
 
 
 def compress(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """``Quantizer.compress``: what was given in a DataParallel comes back in it."""
+    wrapped_here = self.modules_wrapper is None  # 1.4
     model = stock(self, *args, **kwargs)
+    if wrapped_here and not self.get_modules_wrapper():
+        _warn_of_no_match(self, self.bound_model, self.config_list)
     return self.__dict__.get("parallel_model", model)
 
 

@@ -1,0 +1,98 @@
+"""The pruners: activations are collected once per batch, and a pruned model can be copied.
+
+NNI's hooks append what a layer returned to one list that all replicas share, and take its length (or
+a counter kept in it) for the number of batches. Under DataParallel a shard counts as a batch, and the
+order is that of the threads. Here the shards are put together when the replicas are done, and the
+stock hook sees the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, FrozenSet, List
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from .. import replicas
+from ..recording import recorded
+
+__all__ = ["add_activation_collector", "collector", "forward", "weight_to_buffer", "wrap_modules"]
+
+Hook = Callable[[Module, Any, Tensor], Any]
+MASKED: FrozenSet[str] = frozenset(["weight", "bias"])
+"""The buffers that the wrapper of the second pruning API assigns in a forward."""
+
+
+def _whole(shards: List[Tensor]) -> Tensor:
+    """The batch that ``nn.DataParallel`` had cut: along the dimension in which the shards differ, else the first."""
+    first = shards[0]
+    uneven = [i for i in range(first.dim()) if any(shard.shape[i] != first.shape[i] for shard in shards)]
+    return torch.cat([shard.to(first.device) for shard in shards], uneven[0] if uneven else 0)
+
+
+def once_per_batch(hook: Hook) -> Hook:
+    """A forward hook for which the replicas of one forward are one call."""
+
+    def collect(module: Module, inputs: Any, output: Tensor) -> Any:
+        if replicas.recomputing():  # activation checkpointing: this batch was collected in the forward
+            return None
+        here = replicas.current()
+        if here is None:
+            return hook(module, inputs, output)
+        original = here.original(module)
+        layer = module if original is None else original
+
+        def settle(shards: List[Tensor]) -> None:
+            hook(layer, (), _whole(shards))
+
+        replicas.defer(output.detach(), module, "activation", settle)
+        return None
+
+    return collect
+
+
+def add_activation_collector(stock: Callable[..., int], self: Any, *pruner: Any) -> int:
+    """``_add_activation_collector`` of the first pruning API: every hook it registers is called once per batch."""
+    hook_id = stock(self, *pruner)
+    owner = pruner[0] if pruner else self  # 1.5 and 1.6: the pruner itself has the hooks
+    for handle in owner._fwd_hook_handles[hook_id]:
+        hooks = handle.hooks_dict_ref()
+        hooks[handle.id] = once_per_batch(hooks[handle.id])
+    return hook_id
+
+
+def collector(stock: Callable[..., Hook], self: Any, buffer: List[Any]) -> Hook:
+    """``ActivationPruner._collector`` of the second pruning API: as above."""
+    return once_per_batch(stock(self, buffer))
+
+
+def wrap_modules(stock: Callable[..., Any], self: Any, layer: Any, config: Any) -> Any:
+    """``_wrap_modules`` of the second pruning API: note a layer that the model has by a second name, too.
+
+    NNI wraps one of the names. By the other one the bare layer is used, with the masked weight the wrapper left.
+    """
+    wrapper = stock(self, layer, config)
+    names = sum(module is layer.module for _, module in self.bound_model.named_modules(remove_duplicate=False))
+    wrapper.has_other_names = names > 1
+    return wrapper
+
+
+def weight_to_buffer(stock: Callable[..., None], self: Any) -> None:
+    """``PrunerModuleWrapper._weight2buffer``: the masked weight gets storage of its own.
+
+    Stock's shares it with the trained weight, which recording the masked one would overwrite: what a
+    mask hides has to survive, since the next mask may show it again.
+    """
+    stock(self)
+    buffers = self.module._buffers
+    buffers.update({name: buffers[name].clone() for name in MASKED.intersection(buffers) if buffers[name] is not None})
+    self.has_own_buffers = True
+
+
+def forward(stock: Callable[..., Any], self: Any, *inputs: Any) -> Any:
+    """``PrunerModuleWrapper.forward``: record the masked weight that it assigns."""
+    if not self.__dict__.get("has_own_buffers"):  # wrapped before the fixes were installed
+        return stock(self, *inputs)
+    with recorded(self.module, MASKED, keep=self.__dict__.get("has_other_names", False)):
+        return stock(self, *inputs)
