@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import logging
 import statistics
 import time
@@ -16,10 +17,11 @@ import warnings
 from typing import Any, List, Tuple
 
 import torch
+from packaging.version import Version
 from torch import nn
 
 from nni_dataparallel import patched, rehearse
-from nni_dataparallel.fixes import installed_release
+from nni_dataparallel.fixes import home_of, installed_release
 
 
 def network(width: int) -> nn.Module:
@@ -31,13 +33,12 @@ def network(width: int) -> nn.Module:
 
 
 def prepare(width: int, x: torch.Tensor, modern: bool) -> Tuple[nn.Module, Any]:
-    from nni.algorithms.compression.pytorch.quantization import QAT_Quantizer
-
+    quantizer_class = importlib.import_module(home_of(installed_release())).QAT_Quantizer
     model = network(width).to(x.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     targets = ["weight", "input", "output"] if modern else ["weight", "output"]
     config = [{"quant_types": targets, "quant_bits": 8, "op_types": ["Conv2d", "Linear"]}]
-    QAT_Quantizer(model, config, optimizer, **({"dummy_input": x[:1]} if modern else {})).compress()
+    quantizer_class(model, config, optimizer, **({"dummy_input": x[:1]} if modern else {})).compress()
     return model, optimizer
 
 
@@ -55,7 +56,7 @@ def measure(steps: int, batch: int, width: int, replicas: int) -> Tuple[float, f
     """Median step time in seconds: stock, patched."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, y = torch.randn(batch, 3, 16, 16, device=device), torch.randint(10, (batch,), device=device)
-    modern = tuple(int(part) for part in installed_release().split(".")[:2]) >= (2, 5)
+    modern = Version(installed_release()) >= Version("2.5")
     ways: List[Any] = [contextlib.nullcontext, patched]
     trained = []
     for way in ways:

@@ -17,6 +17,7 @@ from pruners import LAYERS, SECOND, Outcome, PrunerCase, Script, _class, apart, 
 from torch import Tensor, nn
 
 from nni_dataparallel import is_patched, patched, rehearse
+from nni_dataparallel.nni2.pruning import once_per_batch
 
 CASES = pruner_cases(RELEASE)
 REBINDS = RELEASE == "2.10.1"  # since 2.7 a wrapper of the second API assigns the masked weight
@@ -189,3 +190,17 @@ def test_a_masked_weight_survives() -> None:
             assert hidden.any()
             assert torch.equal(wrapper.weight[hidden], before[name][hidden])
             assert wrapper.module.weight[hidden].abs().max() == 0
+
+
+def test_a_hook_sees_what_the_layer_returned(worker_contexts: None) -> None:
+    """An in-place ReLU behind it changes the tensor before the replicas are done, not what is collected."""
+    seen: List[Tensor] = []
+    net = nn.Sequential(harness.Linear(4, 4), nn.ReLU(inplace=True))
+    net[0].register_forward_hook(once_per_batch(lambda module, inputs, output: seen.append(output.detach().clone())))
+    with torch.no_grad():
+        x = torch.randn(6, 4)
+        rehearse(net, 3)(x)
+        net(x)
+    assert len(seen) == 2
+    assert seen[0].min() < 0
+    assert torch.equal(*seen)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import Case, cases_for
 from conftest import IS_MODERN, RELEASE
-from harness import advance, data, make_net, make_quantizer, replicated, start_training, stock_class, whole_state
+from harness import Linear, advance, data, make_net, make_quantizer, replicated, start_training, stock_class, whole_state
 from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
 
@@ -144,6 +144,25 @@ def test_observers_see_the_same_in_each_of_fifty_runs() -> None:
         for _ in range(50):
             found = watched(4)
             assert all(torch.equal(found[name], t) for name, t in expected.items())
+
+
+@needs_observer
+def test_observers_see_what_the_layer_returned() -> None:
+    """An in-place ReLU behind it changes the tensor before the replicas are done, not what was observed."""
+
+    def watched(count: int) -> Dict[str, Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(Linear(4, 4), nn.ReLU(inplace=True), Linear(4, 2)).eval()
+        config = [{"quant_types": ["output"], "quant_bits": 8, "op_types": ["Linear"]}]
+        quantizer = stock_class("ObserverQuantizer")(net, config)
+        with torch.no_grad():
+            replicated(count)(net)(torch.randn(6, 4))
+        return whole_state(net, quantizer)
+
+    with patched():
+        expected, found = watched(1), watched(2)
+    assert expected["observer 0/output min_val"] < 0
+    assert all(torch.equal(found[name], t) for name, t in expected.items())
 
 
 @needs_observer

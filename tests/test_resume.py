@@ -194,6 +194,24 @@ def test_the_state_of_another_quantizer_is_refused() -> None:
             load_quantizer_state_dict(quantizers[1], quantizer_state_dict(quantizers[0]))
 
 
+def test_something_else_than_a_quantizer_is_refused() -> None:
+    """A model given by mistake has a state of its own; nothing would be saved of it here."""
+    with pytest.raises(TypeError, match=r"expected an NNI quantizer .*not Linear; a model's own state is model\.state_dict\(\)"):
+        quantizer_state_dict(torch.nn.Linear(1, 1))
+
+
+def test_the_state_of_other_layers_is_refused() -> None:
+    """Nothing is loaded; the layers are named."""
+    case = next(case for case in CASES if case.quantizer == "NaiveQuantizer")
+    with patched():
+        net, optimizer, quantizer = start(case)
+        advance(case, net, optimizer, data()[:1])
+        before = quantizer_state_dict(quantizer)
+        with pytest.raises(ValueError, match="different layers; on one side only: elsewhere"):
+            load_quantizer_state_dict(quantizer, {"layer_scale": {"elsewhere": torch.ones(())}})
+        assert str(quantizer_state_dict(quantizer)) == str(before)
+
+
 def test_what_else_a_checkpoint_needs_is_what_the_docstring_says() -> None:
     """Each quantizer's third part of a checkpoint."""
     held: Dict[str, List[str]] = {}

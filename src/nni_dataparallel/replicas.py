@@ -156,6 +156,7 @@ class Replica:
         self._visits: Counter[Tuple[int, str]] = Counter()
         self._positions: Optional[Dict[int, int]] = None
         self._copies: Optional[Dict[int, Module]] = None
+        self._network_modules: Optional[List[Module]] = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.begun = True
@@ -192,16 +193,18 @@ class Replica:
     def local(self, module: M) -> M:
         """This replica's copy of the network's ``module``; ``module`` where there is none."""
         if self._copies is None:
-            originals = self.network.modules() if self.network is not None else ()
-            self._copies = {id(o): c for o, c in zip(originals, self.module.modules())}
+            self._copies = {id(o): c for o, c in zip(self._originals(), self.module.modules())}
         return self._copies.get(id(module), module)  # type: ignore[return-value]
 
     def original(self, module: Module) -> Optional[Module]:
         """The network's module that ``module`` is a copy of."""
-        position = self.position(module)
-        if self.network is None or position < 0:
-            return None
-        return next(m for i, m in enumerate(self.network.modules()) if i == position)
+        position, originals = self.position(module), self._originals()
+        return originals[position] if 0 <= position < len(originals) else None
+
+    def _originals(self) -> List[Module]:
+        if self._network_modules is None:
+            self._network_modules = [] if self.network is None else list(self.network.modules())
+        return self._network_modules
 
 
 def _replicate(stock: Callable[..., List[Module]], network: Module, *args: Any, **kwargs: Any) -> List[Module]:

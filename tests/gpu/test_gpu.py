@@ -1,4 +1,4 @@
-"""On real GPUs: patched QAT_Quantizer under nn.DataParallel equals one GPU. Skipped where there is none.
+"""On real GPUs: patched quantizers under nn.DataParallel equal one GPU. Skipped where there is none.
 
     python -m pytest tests/gpu
 
@@ -7,20 +7,30 @@ One GPU checks the single-device path, two or more check the replicas.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any, List, Tuple
 
 import pytest
 import torch
+from references import reference_class
 from torch import nn
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def train(count: int, patch: bool) -> Tuple[List[float], Any]:
-    import contextlib
+QUANTIZERS = {
+    "QAT_Quantizer": (["weight", "input", "output"], 8),
+    "LsqQuantizer": (["weight", "input", "output"], 8),
+    "DoReFaQuantizer": (["weight"], 8),
+    "BNNQuantizer": (["weight", "output"], 1),
+    "NaiveQuantizer": (["weight"], 8),
+}
+each_quantizer = pytest.mark.parametrize("name", QUANTIZERS)
 
-    from nni.algorithms.compression.pytorch.quantization import QAT_Quantizer
+
+def train(name: str, count: int, patch: bool) -> Tuple[List[float], Any]:
+    from nni.algorithms.compression.pytorch import quantization
 
     import nni_dataparallel
 
@@ -28,8 +38,14 @@ def train(count: int, patch: bool) -> Tuple[List[float], Any]:
     with nni_dataparallel.patched() if patch else contextlib.nullcontext():
         net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10)).double().cuda()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-        config = [{"quant_types": ["weight", "input", "output"], "quant_bits": 8, "op_types": ["Conv2d", "Linear"]}]
-        QAT_Quantizer(net, copy.deepcopy(config), optimizer, dummy_input=torch.randn(1, 1, 8, 8).double().cuda()).compress()
+        targets, bits = QUANTIZERS[name]
+        config = [{"quant_types": targets, "quant_bits": bits, "op_types": ["Conv2d", "Linear"]}]
+        more = {"dummy_input": torch.randn(1, 1, 8, 8).double().cuda()} if name == "QAT_Quantizer" else {}
+        quantizer_class = getattr(quantization, name)
+        if not patch:
+            quantizer_class = reference_class(quantizer_class)
+        quantizer_class(net, copy.deepcopy(config), optimizer, **more).compress()
+        net.double()  # LSQ's scales, too
         model = net if count == 1 else nn.DataParallel(net, device_ids=list(range(count)))
         generator = torch.Generator().manual_seed(1)
         losses = []
@@ -44,17 +60,19 @@ def train(count: int, patch: bool) -> Tuple[List[float], Any]:
         return losses, {name: t.detach().cpu() for name, t in net.state_dict().items()}
 
 
-def test_one_gpu_is_stock() -> None:
+@each_quantizer
+def test_one_gpu_is_stock(name: str) -> None:
     """The fixes change nothing on one GPU."""
-    (losses, state), (stock_losses, stock) = train(1, True), train(1, False)
+    (losses, state), (stock_losses, stock) = train(name, 1, True), train(name, 1, False)
     assert losses == stock_losses
-    assert all(torch.equal(state[name], stock[name]) for name in stock)
+    assert all(torch.equal(state[key].flatten(), stock[key].flatten()) for key in stock)
 
 
+@each_quantizer
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_all_gpus_equal_one() -> None:
+def test_all_gpus_equal_one(name: str) -> None:
     """Losses and state of all GPUs together are those of one."""
-    (losses, state), (one_losses, one) = train(torch.cuda.device_count(), True), train(1, False)
+    (losses, state), (one_losses, one) = train(name, torch.cuda.device_count(), True), train(name, 1, False)
     assert losses == pytest.approx(one_losses, rel=1e-6)
-    for name in one:
-        torch.testing.assert_close(state[name], one[name], rtol=1e-5, atol=1e-6)
+    for key in one:
+        torch.testing.assert_close(state[key].flatten(), one[key].flatten(), rtol=1e-5, atol=1e-6)

@@ -12,6 +12,7 @@ left to see is what the quantizer does.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import tempfile
 import warnings
@@ -19,11 +20,12 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Tuple
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 from .. import patching
 from ..api import patched, unpatch
-from ..fixes import installed_release, rows_for
+from ..fixes import home_of, installed_release, rows_for
 from ..rehearsal import rehearse
 from .report import Run, compare, picture, table
 from .simulation import simulate_export
@@ -63,28 +65,31 @@ def digits() -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     return x[train], y[train], x[test], y[test]
 
 
-def _version(release: str) -> Tuple[int, ...]:
-    return tuple(int(part) for part in release.split(".")[:2])
+def _since(release: str, first: str) -> bool:
+    return Version(release) >= Version(first)
 
 
-def _quantizer(model: nn.Module, optimizer: torch.optim.Optimizer, release: str, like: Tensor, steps: int) -> Any:
-    from nni.algorithms.compression.pytorch.quantization import QAT_Quantizer
-
-    if _version(release) >= (2, 5):
+def _quantizer(model: nn.Module, release: str, like: Tensor, steps: int) -> Tuple[Any, torch.optim.Optimizer]:
+    quantizer_class = importlib.import_module(home_of(release)).QAT_Quantizer
+    more: Dict[str, Any] = {}
+    if _since(release, "2.5"):
         layers: Dict[str, Any] = {"quant_types": ["weight", "input", "output"], "quant_bits": 8}
-        more = {"dummy_input": torch.zeros_like(like[:1])}
-        start = 0
+        more, start = {"dummy_input": torch.zeros_like(like[:1])}, 0
     else:
-        # These releases let a range grow from 0, a hundredth at a step: they need a warm-up.
-        layers = {"quant_types": ["weight"], "quant_bits": 8}
-        more, start = {}, steps // 3
+        # 2.0 - 2.4 let a range grow from 0, a hundredth at a step: they need a warm-up.
+        layers, start = {"quant_types": ["weight"], "quant_bits": 8}, steps // 3
     config = [
         {**layers, "op_types": ["Conv2d", "Linear"], "quant_start_step": start},
         {"quant_types": ["output"], "quant_bits": 8, "op_types": ["ReLU"], "quant_start_step": start},
     ]
-    quantizer = QAT_Quantizer(model, config, optimizer, **more)
+    if release == "1.4":  # knows no optimizer, and wants to be first
+        quantizer = quantizer_class(model, config)
+        quantizer.compress()
+        return quantizer, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    quantizer = quantizer_class(model, config, optimizer, **more)
     quantizer.compress()
-    return quantizer
+    return quantizer, optimizer
 
 
 def _range(model: nn.Module) -> Tuple[str, float, float]:
@@ -104,8 +109,7 @@ def train(kind: str, replicas: int, epochs: int, samples: Tuple[Tensor, ...], st
     x, y, test_x, test_y = samples
     torch.manual_seed(0)
     net = Net().to(x)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    quantizer = _quantizer(net, optimizer, release, x, steps)
+    quantizer, optimizer = _quantizer(net, release, x, steps)
     model: nn.Module = net
     if kind != KINDS[0]:
         model = nn.DataParallel(net) if x.is_cuda else rehearse(net, replicas, check=kind == KINDS[2])
@@ -118,12 +122,14 @@ def train(kind: str, replicas: int, epochs: int, samples: Tuple[Tensor, ...], st
                 loss = nn.functional.cross_entropy(model(x[batch]), y[batch])
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
+                if release == "1.4":  # later ones count with the optimizer
+                    quantizer.step()
                 run.loss = loss.item()
                 run.layer, *ends = _range(net)
                 run.ranges.append((ends[0], ends[1]))
                 tick()
         run.state = {name: tensor.detach().cpu().clone() for name, tensor in net.state_dict().items()}
-        if _version(release) >= (2, 2):  # 2.0 and 2.1 cannot export
+        if _since(release, "2.2"):  # earlier ones cannot export
             with tempfile.TemporaryDirectory() as folder:
                 path = str(Path(folder) / "model.pth")
                 calibration = quantizer.export_model(path)
@@ -154,7 +160,7 @@ def main(replicas: int, epochs: int, output: str, dtype: torch.dtype = torch.flo
 
     console = Console()
     release = installed_release()
-    patching.require(rows_for(release))
+    patching.require(row for row in rows_for(release) if row.due)
     gpus = torch.cuda.device_count()
     device = torch.device("cuda" if gpus > 1 else "cpu")
     if gpus > 1:

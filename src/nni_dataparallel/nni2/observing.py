@@ -29,9 +29,11 @@ def record(stock: Callable[..., None], self: Any, wrapper: Any, quant_type: str,
     def settle(shards: List[Tensor]) -> None:
         parts = shards[:1] if quant_type == "weight" else shards
         # Flat, since shards may be cut along any dimension; the histogram does not look at shapes.
-        stock(self, wrapper, quant_type, torch.cat([part.cpu().flatten() for part in parts]))
+        stock(self, wrapper, quant_type, torch.cat([part.flatten() for part in parts]))
 
-    replicas.defer(seen.detach(), wrapper, f"record {quant_type}", settle)
+    # A copy, since an in-place activation behind this layer writes into what was seen here; on the host, where
+    # the histograms are.
+    replicas.defer(seen.detach().to("cpu", copy=True), wrapper, f"record {quant_type}", settle)
 
 
 def quantize_weight(stock: Callable[..., Any], self: Any, wrapper: Any, **kwargs: Any) -> Optional[Tensor]:

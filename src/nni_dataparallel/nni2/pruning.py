@@ -46,7 +46,8 @@ def once_per_batch(hook: Hook) -> Hook:
         def settle(shards: List[Tensor]) -> None:
             hook(layer, (), _whole(shards))
 
-        replicas.defer(output.detach(), module, "activation", settle)
+        # A copy, since an in-place activation behind this layer writes into what was seen here.
+        replicas.defer(output.detach().clone(), module, "activation", settle)
         return None
 
     return collect

@@ -34,7 +34,17 @@ def quantizer_state_dict(quantizer: Any) -> Dict[str, Any]:
         where the model's ``state_dict`` holds everything: QAT and LSQ of NNI 2.x, DoReFa, BNN.
         NNI 1.x ``QAT_Quantizer``: ``{"steps": int}``; ``NaiveQuantizer``: ``{"layer_scale": {layer: scale}}``;
         ``ObserverQuantizer``: ``{"observers": {"layer/slot": its state_dict}}``.
+
+    Raises
+    ------
+    TypeError
+        When given something else than a quantizer.
     """
+    if not hasattr(quantizer, "bound_model") or not hasattr(quantizer, "get_modules_wrapper"):
+        raise TypeError(
+            f"expected an NNI quantizer (what QAT_Quantizer(model, ...) returns), not {type(quantizer).__name__}; "
+            "a model's own state is model.state_dict()"
+        )
     state: Dict[str, Any] = {}
     if isinstance(getattr(quantizer, "steps", None), int):
         state["steps"] = quantizer.steps
@@ -56,6 +66,8 @@ def load_quantizer_state_dict(quantizer: Any, state: Dict[str, Any]) -> None:
     ------
     ValueError
         When ``state`` is that of another kind of quantizer or of other layers; nothing is loaded then.
+    TypeError
+        When ``quantizer`` is none.
     """
     fresh = quantizer_state_dict(quantizer)
     name = type(quantizer).__name__
@@ -65,9 +77,14 @@ def load_quantizer_state_dict(quantizer: Any, state: Dict[str, Any]) -> None:
             "Save and load with the same quantizer and the same NNI line (1.x or 2.x)."
         )
     observers = _observers(quantizer)
-    if set(observers) != set(state.get("observers", {})):
-        different = sorted(set(observers) ^ set(state["observers"]))
-        raise ValueError(f"the {name} and its saved state observe different layers: {', '.join(different)} on one side only")
+    layers = {layer.name for layer, _ in quantizer.get_modules_to_compress()} if "layer_scale" in state else set()
+    given, known = set(state.get("observers", {})), set(observers)
+    strangers = sorted((given ^ known) | (set(state.get("layer_scale", {})) - layers))
+    for layer in given & known:
+        own, its = set(observers[layer].state_dict()), set(state["observers"][layer])
+        strangers += [f"{layer}: {key}" for key in sorted(own ^ its)]
+    if strangers:
+        raise ValueError(f"the {name} and the saved state are of different layers; on one side only: {', '.join(strangers)}")
     if "steps" in state:
         quantizer.steps = int(state["steps"])
     if "layer_scale" in state:
