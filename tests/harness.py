@@ -310,6 +310,11 @@ def finish(record: Record, quantizer_class: Any, quantizer: Any, net: Any, model
         record.reloaded = ranges(fresh_net)
 
 
+def load_file(file: Any) -> Any:
+    """A file of tensors and numbers, by the loader that runs no code; before torch 2.0 it knows no Python floats."""
+    return torch.load(file, weights_only=True) if hasattr(torch, "compile") else torch.load(file)
+
+
 def can_export(quantizer: Any) -> bool:
     """Whether the release's quantizer has an export_model of its own; NaiveQuantizer never has."""
     export = getattr(type(quantizer), "export_model", None)

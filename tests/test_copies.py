@@ -26,7 +26,7 @@ def pickled(trained: Any) -> Any:
     file = io.BytesIO()
     torch.save(trained, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file, **({"weights_only": False} if hasattr(torch, "compile") else {}))
 
 
 def quantizer_of(net: Any) -> Any:

@@ -18,6 +18,7 @@ from harness import (
     data,
     differences,
     finish,
+    load_file,
     make_net,
     make_quantizer,
     reference,
@@ -53,7 +54,7 @@ def save(net: Any, optimizer: Any, quantizer: Any) -> io.BytesIO:
 
 
 def load(file: io.BytesIO, net: Any, optimizer: Any, quantizer: Any, strict: bool = True) -> Dict[str, Any]:
-    saved: Dict[str, Any] = torch.load(file, weights_only=True)
+    saved: Dict[str, Any] = load_file(file)
     net.load_state_dict(saved["model"], strict=strict)
     optimizer.load_state_dict(saved["optimizer"])
     load_quantizer_state_dict(quantizer, saved["quantizer"])
@@ -134,13 +135,13 @@ def test_an_export_loads_into_the_plain_model(case: Case, tmp_path: Path) -> Non
         if not case.trains:
             quantizer.compress()
         calibration = quantizer.export_model(str(tmp_path / "model.pth"), str(tmp_path / "calibration.pth"))
-    exported = torch.load(tmp_path / "model.pth", weights_only=True)
+    exported = load_file(tmp_path / "model.pth")
     plain = make_net(case)
     plain.load_state_dict(exported)
     assert all(torch.isfinite(t).all() for t in exported.values())
     assert calibration
     assert {name.partition(".")[0] for name in calibration} <= {name for name, _ in plain.named_children()}
-    stored = torch.load(tmp_path / "calibration.pth", weights_only=True)
+    stored = load_file(tmp_path / "calibration.pth")
     assert str(stored) == str(calibration)
 
 
@@ -158,7 +159,7 @@ def test_a_quantizer_goes_on_from_its_own_export(case: Case, tmp_path: Path) -> 
         scales = {name: t for name, t in snapshot(net).items() if name.endswith(("put_scale", "put_zero_point"))}
         calibration = quantizer.export_model(str(tmp_path / "model.pth"))
         fresh = make_net(case)
-        fresh.load_state_dict(torch.load(tmp_path / "model.pth", weights_only=True))
+        fresh.load_state_dict(load_file(tmp_path / "model.pth"))
         fresh_optimizer = torch.optim.SGD(fresh.parameters(), lr=0.0)
         again = make_quantizer(stock_class(case.quantizer), case, fresh, fresh_optimizer, RELEASE)
         again.load_calibration_config(calibration)
