@@ -130,6 +130,8 @@ class Autocast(nn.Module):
 @each_case
 def test_autocast_keeps_the_statistics_in_float32(case: Case) -> None:
     """Every entry of the state keeps its dtype, is finite, and does not depend on the number of replicas."""
+    if not hasattr(torch, "compile") and "put" in str(case.config) and not case.trains:
+        pytest.skip("torch's histograms take float32 only before torch 2.0")
     states = []
     with patched():
         for count in (1, 3):
