@@ -9,7 +9,7 @@ from typing import Any, Tuple
 import pytest
 import torch
 from cases import Case, cases_for
-from conftest import RELEASE
+from conftest import IS_FIRST, RELEASE
 from harness import advance, data, replicated, start_training, stock_class, whole_state
 from test_resume import assert_equal
 from torch.optim.swa_utils import AveragedModel
@@ -78,6 +78,73 @@ def test_a_copy_of_a_model_with_a_fixed_subclass_trains_on(case: Case) -> None:
         assert type(own) is type(quantizer)
         assert own.bound_model is twin
         assert_equal(whole_state(twin, own), whole_state(net, quantizer))
+
+
+# Those whose state is in the model as a whole.
+IN_BUFFERS = [
+    c for c in CASES if c.trains and c.quantizer != "NaiveQuantizer" and not (IS_FIRST and c.quantizer == "QAT_Quantizer")
+]
+
+
+@pytest.mark.parametrize("case", IN_BUFFERS, ids=lambda case: case.id)
+def test_a_copy_that_follows_the_buffers_evaluates_like_the_model(case: Case) -> None:
+    """An average of models is copied before the training and gets parameters and buffers only: no forward of its own."""
+    with patched():
+        net, optimizer, _ = start_training(stock_class(case.quantizer), case, RELEASE)
+        follower = copy.deepcopy(net)
+        advance(case, net, optimizer, data())
+        with torch.no_grad():
+            own = follower.state_dict()
+            for name, tensor in net.state_dict().items():
+                if name in own:
+                    own[name].copy_(tensor.reshape(own[name].shape))
+        net.eval(), follower.eval()
+        with torch.no_grad():
+            assert torch.equal(follower(data()[0][0]), net(data()[0][0]))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.trains], ids=lambda case: case.id)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_model_that_stock_trained_can_be_copied_after_a_patched_step(case: Case, count: int) -> None:
+    """Patched in the middle of a script: what stock left in the graph does not stay there."""
+    if IS_FIRST and case.start and count > 1:
+        pytest.skip("1.x leaves a view of the trained weight there, which torch refuses to broadcast after the step")
+    net, optimizer, _ = start_training(stock_class(case.quantizer), case, RELEASE)
+    advance(case, net, optimizer, data()[:2])
+    with patched():
+        advance(case, replicated(count)(net), optimizer, data()[2:3])
+        twin = copy.deepcopy(net)
+    assert_equal(twin.state_dict(), net.state_dict())
+
+
+def test_a_users_subclass_with_slots_can_be_copied() -> None:
+    """Its state comes in two parts."""
+    case = next(case for case in CASES if case.quantizer == "DoReFaQuantizer")
+
+    class Slotted(stock_class(case.quantizer)):
+        __slots__ = ("note",)
+
+    with patched():
+        net, _, quantizer = start_training(Slotted, case, RELEASE)
+        quantizer.note = "kept"
+        own = quantizer_of(copy.deepcopy(net))
+    assert own is not quantizer
+    assert own.note == "kept"
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.trains], ids=lambda case: case.id)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_forward_in_inference_mode_is_in_nobodys_way(case: Case, count: int) -> None:
+    """Before the first training step and after it, alone and on replicas."""
+    with patched():
+        net, optimizer, _ = start_training(stock_class(case.quantizer), case, RELEASE)
+        model = replicated(count)(net)
+        for batch in data()[:2]:
+            model.eval()
+            with torch.inference_mode():
+                assert torch.isfinite(model(batch[0])).all()
+            advance(case, model, optimizer, [batch])
+        copy.deepcopy(net)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.trains], ids=lambda case: case.id)

@@ -93,6 +93,28 @@ def test_a_child_of_the_users_called_module(case: Case, count: int) -> None:
     assert losses == pytest.approx(reference(case, RELEASE).losses, rel=2e-3)
 
 
+def test_every_name_with_the_prefix_and_a_child_called_module() -> None:
+    """A list made from a DataParallel's names is read as one: module.conv1 is its conv1, not its module's."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1, self.module = nn.Conv2d(1, 1, 3), nn.Sequential(nn.Conv2d(1, 1, 3))
+            self.module.conv1 = nn.Conv2d(1, 1, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.module(self.conv1(x))
+
+    net = Both()
+    case = next(case for case in CASES if case.quantizer == "DoReFaQuantizer")
+    config = [{"quant_types": ["weight"], "quant_bits": 8, "op_names": ["module.conv1", "module.module.0"]}]
+    named = Case("", "", config, quantizer=case.quantizer)
+    with patched():
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        quantizer = make_quantizer(stock_class(case.quantizer), named, nn.DataParallel(net), optimizer, RELEASE)
+    assert sorted(wrapper.name for wrapper in quantizer.get_modules_wrapper()) == ["conv1", "module.0"]
+
+
 @each_case
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_model_moved_after_wrapping(case: Case, count: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
@@ -193,6 +194,62 @@ def test_the_state_of_another_quantizer_is_refused() -> None:
         quantizers = [start(case)[2] for case in (naive, dorefa)]
         with pytest.raises(ValueError, match=r"not the state of a DoReFaQuantizer: it holds .*layer_scale.*expected is"):
             load_quantizer_state_dict(quantizers[1], quantizer_state_dict(quantizers[0]))
+
+
+@pytest.mark.skipif(not IS_MODERN, reason="load_calibration_config came with 2.5")
+@pytest.mark.parametrize("name", ["QAT_Quantizer", "LsqQuantizer"])
+def test_a_checkpoint_decides_whether_ranges_count(name: str, tmp_path: Path) -> None:
+    """Loaded ranges are resumed with; an untrained checkpoint loaded over them starts anew."""
+    case = next(case for case in cases_for(RELEASE, name) if case.name in ("all", "per_tensor_affine int"))
+    with patched():
+        net, optimizer, quantizer = start(case)
+        untrained = save(net, optimizer, quantizer)
+        advance(case, net, optimizer, data()[:2])
+        calibration = quantizer.export_model(str(tmp_path / "model.pth"))
+
+        calibrated = start(case)
+        calibrated[2].load_calibration_config(calibration)
+        resumed = start(case)
+        load(save(*calibrated), *resumed)
+        assert advance(case, *resumed[:2], data()) == advance(case, *calibrated[:2], data())
+
+        overwritten = start(case)
+        overwritten[2].load_calibration_config(calibration)
+        load(untrained, *overwritten)
+        fresh = start(case)
+        assert advance(case, *overwritten[:2], data()) == advance(case, *fresh[:2], data())
+
+
+@pytest.mark.skipif(not IS_FIRST, reason="later releases have a scale from the start")
+def test_a_file_from_before_the_first_forward_loads_into_a_model_that_ran() -> None:
+    """Scale and zero point are None again, as in the file."""
+    case = next(case for case in CASES if case.name == "weight and output")
+    with patched():
+        net, optimizer, _ = start(case)
+        before = copy.deepcopy(net.state_dict())
+        advance(case, net, optimizer, data()[:1])
+        assert net.fc.module.scale is not None
+        net.load_state_dict(before)
+        assert net.fc.module.scale is None
+
+
+@pytest.mark.skipif(IS_FIRST or RELEASE in ("2.0", "2.1"), reason="has no export")
+def test_an_export_that_cannot_work_leaves_the_model_as_it_is(tmp_path: Path) -> None:
+    """No such folder, a folder for a file, ONNX without a shape: told before anything is unwrapped."""
+    case = next(case for case in CASES if case.quantizer == "DoReFaQuantizer")
+    with patched():
+        net, optimizer, quantizer = start(case)
+        advance(case, net, optimizer, data()[:1])
+        before = snapshot(net)
+        for path in (str(tmp_path), ""):
+            with pytest.raises(IsADirectoryError, match=r"model_path: .* is a folder.*the model is unchanged"):
+                quantizer.export_model(path)
+        with pytest.raises(FileNotFoundError, match=r"calibration_path: there is no folder .*the model is unchanged"):
+            quantizer.export_model(str(tmp_path / "m.pth"), str(tmp_path / "no" / "c.pth"))
+        with pytest.raises(AssertionError, match=r"input_shape must be specified .*the model is unchanged"):
+            quantizer.export_model(str(tmp_path / "m.pth"), onnx_path=str(tmp_path / "m.onnx"))
+    assert_equal(snapshot(net), before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_something_else_than_a_quantizer_is_refused() -> None:

@@ -12,6 +12,7 @@ from harness import advance, data, replicated, start_training, step, stock_class
 
 from nni_dataparallel import patched
 from nni_dataparallel.group import Group
+from nni_dataparallel.nni2.steps import read_steps
 
 CASES = cases_for(RELEASE)
 pytestmark = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no QAT_Quantizer")
@@ -41,6 +42,18 @@ def test_the_step_counter_is_not_read_per_layer(count: int, monkeypatch: pytest.
         model(data()[2][0])
         assert len(reads) == 1
     assert int(net.steps) == 1
+
+
+@pytest.mark.skipif(IS_FIRST, reason="1.x counts in a Python number")
+def test_a_step_counter_restored_through_data_is_noticed() -> None:
+    """.data leaves no trace; during the warm-up, where the number matters, the next step finds it."""
+    with patched():
+        net, optimizer, quantizer, model = trained(next(c for c in CASES if c.name == "start step"), 1, steps=1)
+        net.steps.data.fill_(11)
+        step(model, optimizer, data()[1])
+        step(model, optimizer, data()[2])
+        assert int(net.steps) == 13
+        assert read_steps(quantizer) == 13
 
 
 @each_case

@@ -51,7 +51,8 @@ def _settle_buffers(original: Module, reports: List[Tuple[int, Module, FrozenSet
             if newer is None or name not in original._buffers:
                 continue
             if buffer is None:
-                original._buffers[name] = newer.detach().to(_device(original, newer), copy=True)
+                with torch.inference_mode(False):  # an inference tensor could not be updated by later forwards
+                    original._buffers[name] = newer.detach().to(_device(original, newer), copy=True)
             elif rank != 0 and newer.numel() == buffer.numel():
                 buffer.copy_(newer.detach().reshape(buffer.shape))
 

@@ -89,7 +89,8 @@ class recorded:
     def _new_born(self) -> List[Tuple[str, Tensor]]:
         """Plain copies of the buffers that were None before, as NNI 1.x registers some."""
         now = [(name, self._module._buffers[name]) for name, old in self._before.items() if old is None]
-        return [(name, new.detach().clone()) for name, new in now if new is not None]
+        with torch.inference_mode(False):  # an inference tensor could not be updated by a later training forward
+            return [(name, new.detach().clone()) for name, new in now if new is not None]
 
 
 def _copy(pairs: List[Tuple[Tensor, Tensor]]) -> None:

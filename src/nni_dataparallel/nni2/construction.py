@@ -35,7 +35,7 @@ def quantizer_init(stock: Callable[..., None], self: Any, model: nn.Module, conf
             f"quantizer = {type(self).__name__}(model, config_list, optimizer, ...), and after it the {kind}.",
             stacklevel=4,
         )
-    config_list = _without_prefix(config_list, model)
+    config_list = _without_prefix(config_list, model, model is not outer_model)
     outer = getattr(_under_construction, "quantizer", None)
     _under_construction.quantizer = self
     try:
@@ -57,20 +57,25 @@ def compress(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     return self.__dict__.get("parallel_model", model)
 
 
-def _without_prefix(config_list: Any, model: nn.Module) -> Any:
+def _without_prefix(config_list: Any, model: nn.Module, in_parallel: bool) -> Any:
     names = {name for name, _ in model.named_modules()}
     replaced: Dict[str, str] = {}
 
+    def prefixed(name: Any) -> bool:
+        return isinstance(name, str) and name.startswith(_PREFIX) and name[len(_PREFIX) :] in names
+
     def plain(name: Any) -> Any:
-        if isinstance(name, str) and name.startswith(_PREFIX) and name not in names and name[len(_PREFIX) :] in names:
+        if prefixed(name) and (every or name not in names):
             replaced[name] = name[len(_PREFIX) :]
             return replaced[name]
         return name
 
     try:
+        # In a list made from a DataParallel's names every name has the prefix, that of a child called `module` too.
+        every = in_parallel and all(prefixed(name) for config in config_list for name in config.get("op_names", ()))
         plain_list = [{**config, "op_names": [plain(name) for name in config["op_names"]]} if "op_names" in config else config
                       for config in config_list]  # fmt: skip
-    except TypeError:  # not a list of dicts: NNI says so
+    except (AttributeError, TypeError):  # not a list of dicts: NNI says so
         return config_list
     return plain_list if replaced else config_list
 

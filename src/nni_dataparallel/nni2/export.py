@@ -20,6 +20,8 @@ from .calibration import ENDS
 
 __all__ = ["export_lsq_model", "export_model"]
 
+_UNCHANGED = "nothing was exported, the model is unchanged"
+
 
 @contextlib.contextmanager
 def _one_value_each(quantizer: Any) -> Iterator[Dict[str, Dict[str, List[float]]]]:
@@ -67,10 +69,15 @@ def export_model(stock: Callable[..., Any], self: Any, model_path: Any, *args: A
     given = inspect.signature(stock).bind(self, model_path, *args, **kwargs).arguments
     for name in ("model_path", "calibration_path", "onnx_path"):
         path = given.get(name)
-        if path is not None and isinstance(path, (str, os.PathLike)) and not Path(path).parent.is_dir():
-            raise FileNotFoundError(
-                f"{name}: there is no folder {str(Path(path).parent)!r}; nothing was exported, the model is unchanged"
-            )
+        if path is None or not isinstance(path, (str, os.PathLike)):
+            continue
+        if not Path(path).parent.is_dir():
+            raise FileNotFoundError(f"{name}: there is no folder {str(Path(path).parent)!r}; {_UNCHANGED}")
+        if Path(path).is_dir():
+            raise IsADirectoryError(f"{name}: {os.fspath(path)!r} is a folder, give the name of a file in it; {_UNCHANGED}")
+    if given.get("onnx_path") is not None and given.get("input_shape") is None:
+        # AssertionError is what NNI raises here, after it has unwrapped the model.
+        raise AssertionError(f"input_shape must be specified to export onnx model; {_UNCHANGED}")
     write = self.export_model_save
 
     def save(model: Any, path: Any, calibration_config: Any = None, *rest: Any, **named: Any) -> None:

@@ -42,6 +42,11 @@ def merged_range(x: Tensor, wrapper: Any, slot: str, dims: Optional[Sequence[int
     return -ends[0], ends[1]
 
 
+def _shaped_like(new: Tensor, old: Tensor) -> Tensor:
+    new = new.to(old.dtype)
+    return new.reshape(old.shape) if new.numel() == old.numel() else new.expand(old.shape)
+
+
 def track(
     x: Tensor,
     wrapper: Any,
@@ -76,10 +81,10 @@ def track(
     for name, old, new in zip(names, tracked, current):
         if average:
             # In the dtypes that NNI's own copies go through: first the buffer's, then the batch's.
-            start = new.to(old.dtype).expand(old.shape) if first else old
+            start = _shaped_like(new, old) if first else old
             new = moving_average(start, new, decay)
         if new.dtype != old.dtype or new.shape != old.shape:
-            new = new.to(old.dtype).expand(old.shape)
+            new = _shaped_like(new, old)
         # Assigned, not copied: backward may hold what the last forward left here.
         module._buffers[name] = new
         updated.append(new)

@@ -11,12 +11,18 @@ from typing import Any, Dict
 import torch
 from torch import Tensor
 
+from .wrapping import was_calibrated
+
 __all__ = ["load_quantizer_state_dict", "quantizer_state_dict"]
 
 
 def _observers(quantizer: Any) -> Dict[str, Any]:
     every = getattr(quantizer, "all_observers", {})
     return {f"{layer}/{slot}": observer for layer, slots in every.items() for slot, observer in slots.items()}
+
+
+def _wrappers(quantizer: Any) -> Any:
+    return () if quantizer.modules_wrapper is None else quantizer.get_modules_wrapper()  # None before 1.4's compress()
 
 
 def quantizer_state_dict(quantizer: Any) -> Dict[str, Any]:
@@ -30,10 +36,11 @@ def quantizer_state_dict(quantizer: Any) -> Dict[str, Any]:
     Returns
     -------
     dict
-        Numbers and tensors only, so that ``torch.load(..., weights_only=True)`` reads it. Empty
+        Numbers, names and tensors only, so that ``torch.load(..., weights_only=True)`` reads it. Empty
         where the model's ``state_dict`` holds everything: QAT and LSQ of NNI 2.x, DoReFa, BNN.
-        NNI 1.x ``QAT_Quantizer``: ``{"steps": int}``; ``NaiveQuantizer``: ``{"layer_scale": {layer: scale}}``;
-        ``ObserverQuantizer``: ``{"observers": {"layer/slot": its state_dict}}``.
+        ``QAT_Quantizer`` of 1.x: ``{"steps": int}``; ``NaiveQuantizer``: ``{"layer_scale": {layer: scale}}``;
+        ``ObserverQuantizer``: ``{"observers": {"layer/slot": its state_dict}}``. After
+        ``load_calibration_config`` also ``{"calibrated": [layer]}``.
 
     Raises
     ------
@@ -46,6 +53,9 @@ def quantizer_state_dict(quantizer: Any) -> Dict[str, Any]:
             "a model's own state is model.state_dict()"
         )
     state: Dict[str, Any] = {}
+    calibrated = [wrapper.name for wrapper in _wrappers(quantizer) if was_calibrated(wrapper)]
+    if calibrated:
+        state["calibrated"] = calibrated
     if isinstance(getattr(quantizer, "steps", None), int):
         state["steps"] = quantizer.steps
     if hasattr(quantizer, "layer_scale"):
@@ -71,7 +81,7 @@ def load_quantizer_state_dict(quantizer: Any, state: Dict[str, Any]) -> None:
     """
     fresh = quantizer_state_dict(quantizer)
     name = type(quantizer).__name__
-    if set(fresh) != set(state):
+    if set(fresh) - {"calibrated"} != set(state) - {"calibrated"}:
         raise ValueError(
             f"this is not the state of a {name}: it holds {sorted(state) or 'nothing'}, expected is {sorted(fresh) or 'nothing'}. "
             "Save and load with the same quantizer and the same NNI line (1.x or 2.x)."
@@ -85,6 +95,9 @@ def load_quantizer_state_dict(quantizer: Any, state: Dict[str, Any]) -> None:
         strangers += [f"{layer}: {key}" for key in sorted(own ^ its)]
     if strangers:
         raise ValueError(f"the {name} and the saved state are of different layers; on one side only: {', '.join(strangers)}")
+    for wrapper in _wrappers(quantizer):
+        if wrapper.name in state.get("calibrated", ()):
+            wrapper.calibrated = True
     if "steps" in state:
         quantizer.steps = int(state["steps"])
     if "layer_scale" in state:

@@ -28,8 +28,8 @@ def note_bits(module: Any, name: str, bits: int) -> None:
     """Keep the bit width in its buffer, which lives on the model's device (2.2 - 2.4)."""
     buffer: Optional[Tensor] = module._buffers.get(name)
     if buffer is not None:
-        with torch.no_grad():
-            buffer.fill_(bits)
+        # Assigned, not written: under inference_mode a replica's buffers refuse to be written to by its thread.
+        module._buffers[name] = torch.full_like(buffer, bits)
 
 
 def _of_layer(rule: Rule) -> _Method:

@@ -54,8 +54,10 @@ def idle(wrapper: Any) -> bool:
     """Whether ``wrapper``'s layer computes in floating point: warming up, or evaluated before it was ever trained."""
     if warming_up(wrapper):
         return True
+    if wrapper.training:
+        return False
     state = wrapper.__dict__.get("unquantised")
-    return state is not None and state.value and not wrapper.training
+    return state is not None and state.holds(wrapper.module)
 
 
 def step_with_optimizer(stock: Callable[..., None], self: Any) -> None:
@@ -63,8 +65,11 @@ def step_with_optimizer(stock: Callable[..., None], self: Any) -> None:
     before = read_steps(self)
     stock(self)
     steps: Tensor = self.bound_model.steps
-    if not steps.is_inference():
+    warm = [wrapper for wrapper in self.get_modules_wrapper() if start_step(wrapper) > before]
+    if warm:
+        # While the number decides something it is read once a step: `.data` changes it without a trace.
+        _read.pop(self, None)
+    elif not steps.is_inference():
         _read[self] = (weakref.ref(steps), steps._version, before + 1)
-    for wrapper in self.get_modules_wrapper():
-        if start_step(wrapper) > before:
-            follow_parameters(wrapper)
+    for wrapper in warm:
+        follow_parameters(wrapper)

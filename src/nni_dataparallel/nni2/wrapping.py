@@ -52,19 +52,26 @@ _outside = _Outside()
 
 
 class Unquantised:
-    """Whether a layer was never quantised in training. Replicas share the object."""
+    """Whether a layer may never have been quantised in training. Replicas share the object.
+
+    True is looked up in the layer's scales before it is believed: a copy that follows another model's
+    buffers (an average of models), or a restored checkpoint, has scales without a training forward.
+    """
 
     def __init__(self) -> None:
         self.value = True
 
-    def load(self, state: Dict[str, Any]) -> None:
-        """Decide by a layer's entries of a ``state_dict``: scales at their first value were never set."""
-        if "scale" in state and "zero_point" in state:  # 2.0 - 2.4
-            self.value = bool((state["scale"] == 1).all() and (state["zero_point"] == 0).all())
-            return
-        scales = [value for name, value in state.items() if name.endswith("_scale")]
-        if scales:
-            self.value = all(bool((scale == 0).all()) for scale in scales)
+    def holds(self, module: Module) -> bool:
+        """Whether the scales of ``module`` are those at construction; the device is asked until they are not."""
+        if self.value:
+            buffers = module._buffers
+            scale, zero_point = buffers.get("scale"), buffers.get("zero_point")
+            if scale is not None and zero_point is not None:  # 2.0 - 2.4
+                self.value = bool((scale == 1).all() and (zero_point == 0).all())
+            else:
+                scales = [buffer for name, buffer in buffers.items() if name.endswith("_scale") and buffer is not None]
+                self.value = all(bool((scale == 0).all()) for scale in scales)
+        return self.value
 
 
 def note_quantised(wrapper: Any) -> None:
@@ -93,19 +100,21 @@ def _aliased(module: Module, name: str) -> bool:
 
 
 def separate(wrapper: Any) -> None:
-    """Give the ``weight`` (and folded ``bias``) buffers of ``wrapper.module`` storage of their own."""
+    """Give the ``weight`` (and folded ``bias``) buffers of ``wrapper.module`` storage of their own, without a graph."""
     module = wrapper.module
+    fresh = "unquantised" not in wrapper.__dict__
     for name in _TRAINED:
-        if _aliased(module, name):
-            module._buffers[name] = module._buffers[name].detach().clone()
-            wrapper.__dict__.setdefault("unquantised", Unquantised())
+        buffer = module._buffers.get(name)
+        if buffer is not None and (_aliased(module, name) or (fresh and not buffer.is_leaf)):
+            module._buffers[name] = buffer.detach().clone()
+    if fresh:
+        wrapper.unquantised = Unquantised()
 
 
 def wrap_modules(stock: Callable[..., Any], self: Any, layer: Any, config: Any) -> Any:
     """``Quantizer._wrap_modules``: a new wrapper starts with separate buffers."""
     wrapper = stock(self, layer, config)
     separate(wrapper)
-    wrapper.unquantised = Unquantised()
     names = sum(module is layer.module for _, module in self.bound_model.named_modules(remove_duplicate=False))
     # NNI wraps one of the names. By another one the bare layer is used, with the weight the wrapper left.
     wrapper.has_other_names = names > 1
@@ -123,11 +132,10 @@ def _mend(wrapper: Any) -> None:
     with _lock:
         if original is not None:
             separate(original)
-            if "unquantised" in original.__dict__:
-                wrapper.unquantised = original.unquantised
+            wrapper.unquantised = original.unquantised
             if here is not None and here.rank == 0:
                 for name in _TRAINED:
-                    if _aliased(wrapper.module, name):
+                    if _aliased(wrapper.module, name) or name in wrapper.module._buffers:
                         wrapper.module._buffers[name] = original.module._buffers[name]
         separate(wrapper)
 
@@ -135,7 +143,7 @@ def _mend(wrapper: Any) -> None:
 def forward(stock: Callable[..., Any], self: Any, *inputs: Any) -> Any:
     """``QuantizerModuleWrapper.forward``: record what it assigns."""
     module = self.module
-    if _aliased(module, "weight"):
+    if "unquantised" not in self.__dict__ or _aliased(module, "weight"):
         _mend(self)
     here = replicas.current()
     if here is not None and here.rank == 0 and not any(cls.__name__ in COVERED for cls in type(self.quantizer).__mro__):
@@ -170,7 +178,8 @@ def _fit_shapes(module: Module, state_dict: Dict[str, Any], prefix: str) -> None
                 continue
             if own is None:
                 like = next((t for t in (*module.parameters(), *module.buffers())), given)
-                module._buffers[name] = torch.zeros_like(given, device=like.device)
+                dtype = like.dtype if given.is_floating_point() and like.is_floating_point() else given.dtype
+                module._buffers[name] = torch.zeros_like(given, device=like.device, dtype=dtype)
             elif own.shape != given.shape and own.numel() == given.numel():
                 state_dict[prefix + name] = given.reshape(own.shape)
 
@@ -184,14 +193,21 @@ def load_from_state_dict(
     """
     inner = f"{prefix}module."
     _fit_shapes(self.module, state_dict, inner)
+    if isinstance(getattr(self.quantizer, "steps", None), int):
+        # 1.x has no scale before the first forward; nor has a file written then.
+        for name in ("scale", "zero_point"):
+            if name in self.module._buffers and f"{inner}{name}" not in state_dict:
+                self.module._buffers[name] = None
     absent = []
     for name, trained in _TRAINED.items():
         key, missing = f"{prefix}module.{name}", f"{prefix}module.{trained}"
         if key in state_dict and missing not in state_dict and hasattr(self.module, trained):
             state_dict[missing] = state_dict[key]
             absent.append(missing)
-    if "unquantised" in self.__dict__:
-        self.unquantised.load({key[len(inner) :]: value for key, value in state_dict.items() if key.startswith(inner)})
+    if any(key.startswith(inner) for key in state_dict):
+        # What is loaded decides, not what happened here before.
+        self.unquantised = Unquantised()
+        self.__dict__.pop("calibrated", None)
     stock(self, state_dict, prefix, local_metadata, strict, *lists)
     lists[0].extend(absent)  # still missing from the file: strict=True says so
 
