@@ -193,6 +193,8 @@ def whole_state(net: nn.Module, quantizer: Any) -> Dict[str, Tensor]:
     """The model's state and what the quantizer keeps beside it."""
     state = snapshot(net)
     for name, value in quantizer_state_dict(quantizer).items():
+        if name == "quantizer":
+            continue
         if name == "steps":
             state["quantizer steps"] = torch.tensor(value)
         elif name == "layer_scale":

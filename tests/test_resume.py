@@ -192,8 +192,12 @@ def test_the_state_of_another_quantizer_is_refused() -> None:
     naive, dorefa = (next(case for case in CASES if case.quantizer == name) for name in ("NaiveQuantizer", "DoReFaQuantizer"))
     with patched():
         quantizers = [start(case)[2] for case in (naive, dorefa)]
-        with pytest.raises(ValueError, match=r"not the state of a DoReFaQuantizer: it holds .*layer_scale.*expected is"):
+        match = r"the state of NaiveQuantizer .*layer_scale, quantizer.*, the quantizer is DoReFaQuantizer"
+        with pytest.raises(ValueError, match=match):
             load_quantizer_state_dict(quantizers[1], quantizer_state_dict(quantizers[0]))
+        for wrong in (None, {}, [1], {"layer_scale": {}}):
+            with pytest.raises(ValueError, match=r"expected what quantizer_state_dict.quantizer. returned, not "):
+                load_quantizer_state_dict(quantizers[0], wrong)
 
 
 @pytest.mark.skipif(not IS_MODERN, reason="load_calibration_config came with 2.5")
@@ -218,6 +222,19 @@ def test_a_checkpoint_decides_whether_ranges_count(name: str, tmp_path: Path) ->
         load(untrained, *overwritten)
         fresh = start(case)
         assert advance(case, *overwritten[:2], data()) == advance(case, *fresh[:2], data())
+
+
+@pytest.mark.skipif(not IS_MODERN, reason="load_calibration_config came with 2.5")
+@pytest.mark.parametrize("name", ["QAT_Quantizer", "LsqQuantizer"])
+def test_a_calibration_config_of_something_else_is_told(name: str) -> None:
+    """A path in place of the dict; entries that match no layer."""
+    case = cases_for(RELEASE, name)[0]
+    with patched():
+        _, _, quantizer = start(case)
+        with pytest.raises(TypeError, match=r"expected the dict that export_model\(\) returned .*not str"):
+            quantizer.load_calibration_config("calibration.pth")
+        with pytest.warns(UserWarning, match=r"entries of layers that are not quantised here: \['elsewhere'\]"):
+            quantizer.load_calibration_config({"elsewhere": {}})
 
 
 @pytest.mark.skipif(not IS_FIRST, reason="later releases have a scale from the start")
@@ -266,7 +283,7 @@ def test_the_state_of_other_layers_is_refused() -> None:
         advance(case, net, optimizer, data()[:1])
         before = quantizer_state_dict(quantizer)
         with pytest.raises(ValueError, match="different layers; on one side only: elsewhere"):
-            load_quantizer_state_dict(quantizer, {"layer_scale": {"elsewhere": torch.ones(())}})
+            load_quantizer_state_dict(quantizer, {"quantizer": "NaiveQuantizer", "layer_scale": {"elsewhere": torch.ones(())}})
         assert str(quantizer_state_dict(quantizer)) == str(before)
 
 
@@ -278,7 +295,7 @@ def test_what_else_a_checkpoint_needs_is_what_the_docstring_says() -> None:
             net, optimizer, quantizer = start(case)
             advance(case, net, optimizer, data()[:1])
             held[case.quantizer] = sorted(quantizer_state_dict(quantizer))
-    assert held.pop("QAT_Quantizer") == (["steps"] if IS_FIRST else [])
-    assert held.pop("NaiveQuantizer") == ["layer_scale"]
-    assert held.pop("ObserverQuantizer", ["observers"]) == ["observers"]
-    assert all(parts == [] for parts in held.values())
+    assert held.pop("QAT_Quantizer") == ["quantizer", *(["steps"] if IS_FIRST else [])]
+    assert held.pop("NaiveQuantizer") == ["layer_scale", "quantizer"]
+    assert held.pop("ObserverQuantizer", ["observers", "quantizer"]) == ["observers", "quantizer"]
+    assert all(parts == ["quantizer"] for parts in held.values())

@@ -141,7 +141,8 @@ def test_status_lists_the_fixes() -> None:
     assert result.returncode == 0, result.stderr
     assert f"NNI {RELEASE}" in result.stdout
     assert "WRONG" not in result.stdout
-    assert result.stdout.count("fits") == len(fixes.rows_for(RELEASE))
+    assert result.stdout.count("  fits ") == len(fixes.rows_for(RELEASE))
+    assert "fixes, all of them fit" in result.stdout
 
 
 def test_a_missing_nni_is_told(tmp_path: Path) -> None:
@@ -174,6 +175,12 @@ def test_a_quantizer_without_a_fixed_subclass_is_told(name: str) -> None:
     with pytest.raises(ImportError, match=rf"no fixed {name}.*Available here: QAT_Quantizer, LsqQuantizer, "):
         __import__("nni_dataparallel", fromlist=[name]).__getattr__(name)
     assert not hasattr(nni_dataparallel, "NoSuchThing")
+
+
+def test_star_imports_what_every_release_has() -> None:
+    """The quantizers are asked for by name."""
+    result = python("from nni_dataparallel import *", "print(sorted(n for n in dir() if 'Quantizer' in n), callable(patch))")
+    assert last_line(result) == "[] True", result.stderr
 
 
 def test_subclass_and_patch_together_fix_once() -> None:

@@ -27,15 +27,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Without the quantizers, which depend on the installed NNI: `import *` would fail for those it does not ship.
 __all__ = [
-    "BNNQuantizer",
-    "DoReFaQuantizer",
-    "LsqQuantizer",
-    "NaiveQuantizer",
-    "ObserverQuantizer",
     "PatchError",
     "PatchWarning",
-    "QAT_Quantizer",
     "UnsupportedReleaseError",
     "is_patched",
     "load_quantizer_state_dict",
@@ -63,4 +58,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> List[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *QUANTIZERS])

@@ -43,14 +43,14 @@ def _run(script: str, arguments: List[str]) -> int:
 def _status() -> int:
     release = installed_release()
     rows = rows_for(release)
-    print(f"NNI {release}: {len(rows)} fixes")
-    wrong = 0
+    lines, wrong = [], 0
     for row in rows:
         due = row.due  # asked first: checking a row imports its module
         problem = patching.check(row)
         wrong += problem is not None and due
         verdict = "fits " if problem is None else "WRONG" if due else "later"
-        print(f"  {verdict}  {row.target}\n         {problem or row.reason}")
+        lines.append(f"  {verdict}  {row.target}\n         {problem or row.reason}")
+    print(f"NNI {release}: {len(rows)} fixes, {f'{wrong} of them do not fit' if wrong else 'all of them fit'}", *lines, sep="\n")
     return 1 if wrong else 0
 
 

@@ -22,6 +22,17 @@ ENDS = ("tracked_min_", "tracked_max_")
 Updates = List[Tuple[Tensor, Tensor]]
 
 
+def _check_config(quantizer: Any, calibration_config: Any) -> None:
+    if not isinstance(calibration_config, dict):
+        raise TypeError(
+            "expected the dict that export_model() returned (torch.load of its calibration_path), "
+            f"not {type(calibration_config).__name__}"
+        )
+    strangers = sorted(set(calibration_config) - {layer.name for layer, _ in quantizer.get_modules_to_compress()})
+    if strangers:
+        warnings.warn(f"the calibration config has entries of layers that are not quantised here: {strangers}", stacklevel=5)
+
+
 def _given(calibration_config: Dict[str, Dict[str, Any]], name: str, wanted: bool) -> Dict[str, Any]:
     given = calibration_config.get(name)
     if given is None and wanted:
@@ -43,6 +54,7 @@ def _apply(updates: Updates) -> None:
 
 def load_calibration_config(stock: Callable[..., None], self: Any, calibration_config: Dict[str, Dict[str, Any]]) -> None:
     """``QAT_Quantizer.load_calibration_config``: check everything, then fill ranges and scales in place."""
+    _check_config(self, calibration_config)
     updates: Updates = []
     loaded = set()
     for layer, _ in self.get_modules_to_compress():
@@ -77,6 +89,7 @@ def load_calibration_config(stock: Callable[..., None], self: Any, calibration_c
 
 def load_lsq_calibration_config(stock: Callable[..., None], self: Any, calibration_config: Dict[str, Dict[str, Any]]) -> None:
     """``LsqQuantizer.load_calibration_config``: check everything, then fill the scales in place."""
+    _check_config(self, calibration_config)
     updates: Updates = []
     loaded = set()
     for layer, config in self.get_modules_to_compress():

@@ -11,7 +11,7 @@ from typing import Any, Dict
 import torch
 from torch import Tensor
 
-from .wrapping import was_calibrated
+from .wrapping import COVERED, was_calibrated
 
 __all__ = ["load_quantizer_state_dict", "quantizer_state_dict"]
 
@@ -19,6 +19,11 @@ __all__ = ["load_quantizer_state_dict", "quantizer_state_dict"]
 def _observers(quantizer: Any) -> Dict[str, Any]:
     every = getattr(quantizer, "all_observers", {})
     return {f"{layer}/{slot}": observer for layer, slots in every.items() for slot, observer in slots.items()}
+
+
+def _kind(quantizer: Any) -> str:
+    names = [cls.__name__ for cls in type(quantizer).__mro__]
+    return next((name for name in names if name in COVERED), names[0])
 
 
 def _wrappers(quantizer: Any) -> Any:
@@ -36,11 +41,12 @@ def quantizer_state_dict(quantizer: Any) -> Dict[str, Any]:
     Returns
     -------
     dict
-        Numbers, names and tensors only, so that ``torch.load(..., weights_only=True)`` reads it. Empty
-        where the model's ``state_dict`` holds everything: QAT and LSQ of NNI 2.x, DoReFa, BNN.
-        ``QAT_Quantizer`` of 1.x: ``{"steps": int}``; ``NaiveQuantizer``: ``{"layer_scale": {layer: scale}}``;
-        ``ObserverQuantizer``: ``{"observers": {"layer/slot": its state_dict}}``. After
-        ``load_calibration_config`` also ``{"calibrated": [layer]}``.
+        Numbers, names and tensors only, so that ``torch.load(..., weights_only=True)`` reads it. Just the
+        quantizer's name, ``{"quantizer": name}``, where the model's ``state_dict`` holds everything: QAT
+        and LSQ of NNI 2.x, DoReFa, BNN. Besides, in ``QAT_Quantizer`` of 1.x ``{"steps": int}``; in
+        ``NaiveQuantizer`` ``{"layer_scale": {layer: scale}}``; in ``ObserverQuantizer``
+        ``{"observers": {"layer/slot": its state_dict}}``; after ``load_calibration_config``
+        ``{"calibrated": [layer]}``.
 
     Raises
     ------
@@ -52,7 +58,7 @@ def quantizer_state_dict(quantizer: Any) -> Dict[str, Any]:
             f"expected an NNI quantizer (what QAT_Quantizer(model, ...) returns), not {type(quantizer).__name__}; "
             "a model's own state is model.state_dict()"
         )
-    state: Dict[str, Any] = {}
+    state: Dict[str, Any] = {"quantizer": _kind(quantizer)}
     calibrated = [wrapper.name for wrapper in _wrappers(quantizer) if was_calibrated(wrapper)]
     if calibrated:
         state["calibrated"] = calibrated
@@ -69,6 +75,14 @@ def quantizer_state_dict(quantizer: Any) -> Dict[str, Any]:
     return state
 
 
+def _shown(state: Any) -> str:
+    return (
+        f"a dict of {', '.join(map(str, sorted(state)))}"
+        if isinstance(state, dict) and state
+        else f"{type(state).__name__} {state!r}"
+    )
+
+
 def load_quantizer_state_dict(quantizer: Any, state: Dict[str, Any]) -> None:
     """Load what :func:`quantizer_state_dict` gave into a fresh quantizer of the same kind.
 
@@ -80,10 +94,12 @@ def load_quantizer_state_dict(quantizer: Any, state: Dict[str, Any]) -> None:
         When ``quantizer`` is none.
     """
     fresh = quantizer_state_dict(quantizer)
-    name = type(quantizer).__name__
-    if set(fresh) - {"calibrated"} != set(state) - {"calibrated"}:
+    name = _kind(quantizer)
+    if not isinstance(state, dict) or "quantizer" not in state:
+        raise ValueError(f"expected what quantizer_state_dict(quantizer) returned, not {_shown(state)}")
+    if state["quantizer"] != name or set(fresh) - {"calibrated"} != set(state) - {"calibrated"}:
         raise ValueError(
-            f"this is not the state of a {name}: it holds {sorted(state) or 'nothing'}, expected is {sorted(fresh) or 'nothing'}. "
+            f"this is the state of {state['quantizer']} ({_shown(state)}), the quantizer is {name} ({_shown(fresh)}). "
             "Save and load with the same quantizer and the same NNI line (1.x or 2.x)."
         )
     observers = _observers(quantizer)
