@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -39,7 +40,9 @@ def install(release: str, cache: Path) -> Path:
     folder = cache / release
     if not folder.exists():
         partial = cache / f"{release}.partial"
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(partial)]
+        shutil.rmtree(partial, ignore_errors=True)
+        # Without --upgrade: the wheels of 1.x hold `nni` twice, and it would put the lesser one in the place of the other.
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(partial)]
         subprocess.run([*command, f"nni=={release}"], check=True, stdout=subprocess.DEVNULL)
         partial.rename(folder)
     return folder
