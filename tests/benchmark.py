@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import logging
 import statistics
 import time
@@ -21,7 +20,7 @@ from packaging.version import Version
 from torch import nn
 
 from nni_dataparallel import patched, rehearse
-from nni_dataparallel.fixes import home_of, installed_release
+from nni_dataparallel.fixes import installed_release, stock_quantizer
 
 
 def network(width: int) -> nn.Module:
@@ -33,7 +32,7 @@ def network(width: int) -> nn.Module:
 
 
 def prepare(width: int, x: torch.Tensor, modern: bool) -> Tuple[nn.Module, Any]:
-    quantizer_class = importlib.import_module(home_of(installed_release())).QAT_Quantizer
+    quantizer_class = stock_quantizer("QAT_Quantizer")
     model = network(width).to(x.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     targets = ["weight", "input", "output"] if modern else ["weight", "output"]

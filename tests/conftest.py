@@ -6,7 +6,7 @@ import logging
 from typing import Iterator
 
 import pytest
-from cases import is_first, is_modern
+from cases import cases_for, is_first, is_modern
 
 from nni_dataparallel import api, fixes, patching, replicas
 
@@ -14,6 +14,9 @@ logging.getLogger("nni").setLevel(logging.ERROR)
 RELEASE = fixes.installed_release()
 IS_MODERN = is_modern(RELEASE)
 IS_FIRST = is_first(RELEASE)
+CASES = cases_for(RELEASE)
+needs_a_quantizer = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no quantizer")
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
 
 @pytest.fixture(autouse=True)

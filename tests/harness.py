@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from references import is_stock, reference_class
 from torch import Tensor, nn
 
 from nni_dataparallel import is_patched, patch, patched, quantizer_state_dict, rehearse, unpatch
-from nni_dataparallel.fixes import home_of, installed_release
+from nni_dataparallel.fixes import stock_quantizer
 
 # What a layer computes for one sample must not depend on how many others are in the batch: "the same
 # activations" is what the contract promises exact ranges for. oneDNN picks other kernels for other sizes.
@@ -116,7 +115,7 @@ def make_quantizer(
 
 
 def stock_class(name: str = "QAT_Quantizer") -> Any:
-    return getattr(importlib.import_module(home_of(installed_release())), name)
+    return stock_quantizer(name)
 
 
 @dataclass

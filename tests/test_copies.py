@@ -8,8 +8,8 @@ from typing import Any, Tuple
 
 import pytest
 import torch
-from cases import Case, cases_for
-from conftest import IS_FIRST, RELEASE
+from cases import Case
+from conftest import CASES, IS_FIRST, RELEASE, each_case, needs_a_quantizer
 from harness import advance, data, replicated, start_training, stock_class, whole_state
 from test_resume import assert_equal
 from torch.optim.swa_utils import AveragedModel
@@ -17,9 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 import nni_dataparallel
 from nni_dataparallel import patched
 
-CASES = cases_for(RELEASE)
-pytestmark = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no quantizer")
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+pytestmark = needs_a_quantizer
 
 
 def pickled(trained: Any) -> Any:

@@ -11,8 +11,8 @@ from typing import Any, Iterator
 import harness
 import pytest
 import torch
-from cases import Case, cases_for
-from conftest import IS_FIRST, IS_MODERN, RELEASE
+from cases import Case
+from conftest import CASES, IS_FIRST, IS_MODERN, RELEASE, each_case, needs_a_quantizer
 from harness import (
     Record,
     advance,
@@ -35,13 +35,11 @@ from torch import nn
 import nni_dataparallel
 from nni_dataparallel import is_patched, patched
 
-CASES = cases_for(RELEASE)
 STARTING = [case for case in CASES if case.start]
 REPLICAS = (2, 3, 4)
 STOCK_REPLICAS = (2, 4)
 
-pytestmark = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no quantizer")
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+pytestmark = needs_a_quantizer
 each_count = pytest.mark.parametrize("replicas", REPLICAS)
 
 

@@ -7,7 +7,7 @@ from typing import Any, List, Tuple
 import pytest
 import torch
 from cases import Case, cases_for
-from conftest import RELEASE
+from conftest import RELEASE, each_case, needs_a_quantizer
 from harness import (
     Net,
     advance,
@@ -24,9 +24,7 @@ from torch import Tensor, nn
 
 from nni_dataparallel import patched
 
-CASES = cases_for(RELEASE)
-pytestmark = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no quantizer")
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+pytestmark = needs_a_quantizer
 Batches = List[Tuple[Tensor, Tensor]]
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, cases_for
-from conftest import RELEASE
+from cases import Case
+from conftest import CASES, RELEASE, each_case, needs_a_quantizer
 from harness import (
     advance,
     data,
@@ -26,9 +26,7 @@ from torch import Tensor, nn
 
 from nni_dataparallel import patched, rehearse
 
-CASES = cases_for(RELEASE)
-pytestmark = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no quantizer")
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+pytestmark = needs_a_quantizer
 FIRST_CASES = [next(c for c in CASES if c.quantizer == name) for name in dict.fromkeys(c.quantizer for c in CASES)]
 each_quantizer = pytest.mark.parametrize("case", FIRST_CASES, ids=lambda case: case.quantizer)
 

@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Tuple
 import pytest
 import torch
 from cases import Case, cases_for
-from conftest import IS_FIRST, IS_MODERN, RELEASE
+from conftest import CASES, IS_FIRST, IS_MODERN, RELEASE, each_case, needs_a_quantizer
 from harness import (
     Net,
     Record,
@@ -35,9 +35,7 @@ from torch import Tensor
 
 from nni_dataparallel import load_quantizer_state_dict, patched, quantizer_state_dict
 
-CASES = cases_for(RELEASE)
-pytestmark = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no quantizer")
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+pytestmark = needs_a_quantizer
 STOP = 3
 Trained = Tuple[Net, Any, Any]
 

@@ -6,17 +6,15 @@ from typing import Any, List
 
 import pytest
 import torch
-from cases import Case, cases_for
-from conftest import IS_FIRST, IS_MODERN, RELEASE
+from cases import Case
+from conftest import CASES, IS_FIRST, IS_MODERN, RELEASE, each_case, needs_a_quantizer
 from harness import advance, data, replicated, start_training, step, stock_class
 
 from nni_dataparallel import patched
 from nni_dataparallel.group import Group
 from nni_dataparallel.nni2.steps import read_steps
 
-CASES = cases_for(RELEASE)
-pytestmark = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no QAT_Quantizer")
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+pytestmark = needs_a_quantizer
 
 
 def trained(case: Case, count: int, steps: int = 3) -> Any:

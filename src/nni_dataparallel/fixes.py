@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from importlib import metadata, util
-from typing import Dict, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 from packaging.specifiers import SpecifierSet
 
@@ -12,7 +13,16 @@ from . import replicas
 from .nni2 import pruner_rows, rows
 from .patching import Fix, PatchError
 
-__all__ = ["FIXES", "QUANTIZERS", "RELEASES", "UnsupportedReleaseError", "home_of", "installed_release", "rows_for"]
+__all__ = [
+    "FIXES",
+    "QUANTIZERS",
+    "RELEASES",
+    "UnsupportedReleaseError",
+    "home_of",
+    "installed_release",
+    "rows_for",
+    "stock_quantizer",
+]
 
 RELEASES: Tuple[str, ...] = (
     "1.4", "1.5", "1.6", "1.7", "1.7.1", "1.8", "1.9",
@@ -69,6 +79,11 @@ def covered_releases() -> List[str]:
 def home_of(release: str) -> str:
     """The package from which an NNI release's quantizers are imported."""
     return next(home for releases, home in rows.PACKAGES.items() if SpecifierSet(releases).contains(release, prereleases=True))
+
+
+def stock_quantizer(name: str) -> Any:
+    """NNI's own class ``name``, from wherever the installed release keeps it."""
+    return getattr(importlib.import_module(home_of(installed_release())), name)
 
 
 def rows_for(release: str) -> List[Fix]:

@@ -38,7 +38,7 @@ def quantizer(name: str) -> type:
     patching.require(row for row in rows if row.due)
     for row in torch_rows:
         patching.install(row, HOLDER)
-    return fixed_class(getattr(importlib.import_module(fixes.home_of(release)), name), "nni_dataparallel")
+    return fixed_class(fixes.stock_quantizer(name), "nni_dataparallel")
 
 
 def _methods(stock: type, rows: List[patching.Fix]) -> Dict[str, Any]:

@@ -12,7 +12,6 @@ left to see is what the quantizer does.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import tempfile
 import warnings
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from .. import patching
 from ..api import patched, unpatch
-from ..fixes import home_of, installed_release, rows_for
+from ..fixes import installed_release, rows_for, stock_quantizer
 from ..rehearsal import rehearse
 from .report import Run, compare, picture, table
 from .simulation import simulate_export
@@ -70,7 +69,7 @@ def _since(release: str, first: str) -> bool:
 
 
 def _quantizer(model: nn.Module, release: str, like: Tensor, steps: int) -> Tuple[Any, torch.optim.Optimizer]:
-    quantizer_class = importlib.import_module(home_of(release)).QAT_Quantizer
+    quantizer_class = stock_quantizer("QAT_Quantizer")
     more: Dict[str, Any] = {}
     if _since(release, "2.5"):
         layers: Dict[str, Any] = {"quant_types": ["weight", "input", "output"], "quant_bits": 8}

@@ -8,7 +8,7 @@ evaluation), and the first training step throws away what was loaded.
 from __future__ import annotations
 
 import warnings
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Set, Tuple
 
 import torch
 from torch import Tensor
@@ -46,10 +46,15 @@ def _check_bits(name: str, slot: str, given: Dict[str, Any], bits: int) -> None:
     assert found == bits, f"{slot} bits of module {name} fail to match: {found} in the file, {bits} in config_list"
 
 
-def _apply(updates: Updates) -> None:
+def _apply(quantizer: Any, updates: Updates, loaded: Set[str]) -> List[Any]:
+    """Fill what was checked; the wrappers whose layers it concerns."""
     with torch.no_grad():
         for target, value in updates:
             target.copy_(value)
+    wrappers = [wrapper for wrapper in quantizer.get_modules_wrapper() if wrapper.name in loaded]
+    for wrapper in wrappers:
+        wrapper.calibrated = True
+    return wrappers
 
 
 def load_calibration_config(stock: Callable[..., None], self: Any, calibration_config: Dict[str, Dict[str, Any]]) -> None:
@@ -79,12 +84,9 @@ def load_calibration_config(stock: Callable[..., None], self: Any, calibration_c
                 updates.append((buffer, value.reshape(buffer.shape)))
         if given:
             loaded.add(name)
-    _apply(updates)
-    for wrapper in self.get_modules_wrapper():
-        if wrapper.name in loaded:
-            scale_by_ranges(wrapper)
-            note_quantised(wrapper)
-            wrapper.calibrated = True
+    for wrapper in _apply(self, updates, loaded):
+        scale_by_ranges(wrapper)
+        note_quantised(wrapper)
 
 
 def load_lsq_calibration_config(stock: Callable[..., None], self: Any, calibration_config: Dict[str, Dict[str, Any]]) -> None:
@@ -105,7 +107,4 @@ def load_lsq_calibration_config(stock: Callable[..., None], self: Any, calibrati
                 updates.append((scale, torch.full_like(scale, float(given[f"tracked_max_{slot}"]) / qmax)))
         if given:
             loaded.add(name)
-    _apply(updates)
-    for wrapper in self.get_modules_wrapper():
-        if wrapper.name in loaded:
-            wrapper.calibrated = True
+    _apply(self, updates, loaded)

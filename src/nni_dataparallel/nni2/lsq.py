@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import replicas
+from .signatures import weight_of
 from .steps import read_steps
 from .wrapping import was_calibrated
 
@@ -65,9 +66,7 @@ def _rounded(self: Any, x: Tensor, module: Any, slot: str, numel: int) -> Tensor
 
 def quantize_weight(stock: Callable[..., Tensor], self: Any, wrapper: Any, **kwargs: Any) -> Tensor:
     """``LsqQuantizer.quantize_weight``: from the trained weight, so that it is trained."""
-    module = wrapper.module
-    folded = getattr(wrapper, "bn_module", None) is not None
-    weight = module._buffers["weight"] if folded else module.old_weight
+    module, weight = wrapper.module, weight_of(wrapper)
     quantised = _rounded(self, weight, module, "weight", weight.numel())
     module._buffers["weight"] = quantised
     return quantised

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import replicas
-from ..statistics import batch_range, moving_average
+from ..statistics import batch_range, fake_quantize, moving_average
 
-__all__ = ["merged_range", "overridden", "track"]
+__all__ = ["merged_range", "overridden", "rounded_by_layer", "track"]
 
 
 def overridden(quantizer: Any) -> bool:
@@ -24,6 +24,16 @@ def overridden(quantizer: Any) -> bool:
 def _overridden(quantizer_class: Any) -> bool:
     methods = (getattr(quantizer_class, name) for name in ("_quantize", "_dequantize"))
     return not all(method.__module__.startswith("nni.") for method in methods)
+
+
+def rounded_by_layer(self: Any, x: Tensor, module: Any, bits: int) -> Tensor:
+    """Fake quantisation by the one scale that a layer has up to 2.4.
+
+    Through the user's own ``_quantize`` and ``_dequantize`` if a subclass has them.
+    """
+    if overridden(self):
+        return self._dequantize(module, self._quantize(bits, module, x))  # type: ignore[no-any-return]
+    return fake_quantize(x, module.scale, module.zero_point, 0, (1 << bits) - 1)
 
 
 def merged_range(x: Tensor, wrapper: Any, slot: str, dims: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from .. import replicas
 from ..recording import recorded
+from .wrapping import note_other_names
 
 __all__ = ["add_activation_collector", "collector", "forward", "weight_to_buffer", "wrap_modules"]
 
@@ -69,13 +70,9 @@ def collector(stock: Callable[..., Hook], self: Any, buffer: List[Any]) -> Hook:
 
 
 def wrap_modules(stock: Callable[..., Any], self: Any, layer: Any, config: Any) -> Any:
-    """``_wrap_modules`` of the second pruning API: note a layer that the model has by a second name, too.
-
-    NNI wraps one of the names. By the other one the bare layer is used, with the masked weight the wrapper left.
-    """
+    """``_wrap_modules`` of the second pruning API: by another name the model uses the masked weight the wrapper left."""
     wrapper = stock(self, layer, config)
-    names = sum(module is layer.module for _, module in self.bound_model.named_modules(remove_duplicate=False))
-    wrapper.has_other_names = names > 1
+    note_other_names(wrapper, self.bound_model)
     return wrapper
 
 

@@ -12,9 +12,9 @@ from typing import Any, Tuple
 from torch import Tensor
 
 from .. import replicas
-from ..statistics import batch_range, fake_quantize, moving_average, qparams
+from ..statistics import batch_range, moving_average, qparams
 from .bias import quantize_bias
-from .observers import merged_range, overridden
+from .observers import merged_range, rounded_by_layer
 from .signatures import bits_of
 
 __all__ = ["quantize_bias_in_place", "quantize_output", "quantize_weight"]
@@ -23,12 +23,6 @@ __all__ = ["quantize_bias_in_place", "quantize_output", "quantize_weight"]
 def _affine(low: Tensor, high: Tensor, bits: int) -> Tuple[Tensor, Tensor]:
     qmax = (1 << bits) - 1
     return qparams(low, high, 0, qmax, float(qmax))
-
-
-def _quantised(self: Any, x: Tensor, module: Any, bits: int) -> Tensor:
-    if overridden(self):
-        return self._dequantize(module, self._quantize(bits, module, x))  # type: ignore[no-any-return]
-    return fake_quantize(x, module.scale, module.zero_point, 0, (1 << bits) - 1)
 
 
 def _idle(self: Any, config: Any) -> bool:
@@ -41,7 +35,7 @@ def quantize_weight(self: Any, weight: Tensor, module: Any, config: Any, name: s
         return weight
     bits = bits_of(config, "weight")
     module._buffers["scale"], module._buffers["zero_point"] = _affine(*batch_range(weight), bits)
-    return _quantised(self, weight, module, bits)
+    return rounded_by_layer(self, weight, module, bits)
 
 
 def quantize_bias_in_place(self: Any, weight: Tensor, module: Any, config: Any, name: str) -> Tensor:
@@ -63,4 +57,4 @@ def quantize_output(self: Any, output: Tensor, module: Any, config: Any, name: s
             buffers[f"tracked_{end}_biased"] = biased
             buffers[f"tracked_{end}"] = biased / (1 - buffers["ema_decay"] ** self.steps)
     buffers["scale"], buffers["zero_point"] = _affine(buffers["tracked_min"], buffers["tracked_max"], bits)
-    return _quantised(self, output, module, bits)
+    return rounded_by_layer(self, output, module, bits)

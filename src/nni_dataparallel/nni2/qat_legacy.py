@@ -7,9 +7,9 @@ from typing import Any, Callable, Tuple
 import torch
 from torch import Tensor
 
-from ..statistics import batch_range, fake_quantize, qparams
+from ..statistics import batch_range, qparams
 from .bias import quantize_bias
-from .observers import overridden, track
+from .observers import rounded_by_layer, track
 from .signatures import bits_of, note_bits
 from .steps import idle, warming_up
 from .wrapping import grad_wanted, note_quantised
@@ -29,13 +29,6 @@ def _affine(low: Tensor, high: Tensor, bits: int) -> Tuple[Tensor, Tensor]:
     zero = torch.zeros(1, device=low.device, dtype=half)
     low, high = torch.min(low, zero), torch.max(high, zero)
     return qparams(low, high, 0, qmax, torch.full_like(zero, float(qmax)))
-
-
-def _quantize(self: Any, x: Tensor, module: Any, bits: int) -> Tensor:
-    """Fake quantisation; through the user's own ``_quantize`` and ``_dequantize`` if a subclass has them."""
-    if overridden(self):
-        return self._dequantize(module, self._quantize(bits, module, x))  # type: ignore[no-any-return]
-    return fake_quantize(x, module.scale, module.zero_point, 0, (1 << bits) - 1)
 
 
 def _hold(module: Any) -> None:
@@ -75,7 +68,7 @@ def quantize_weight(with_bias: bool) -> Callable[..., Tensor]:
         if with_bias:
             quantize_bias(module, _affine)
         buffers["scale"], buffers["zero_point"] = _affine(*batch_range(trained), bits)
-        quantised = _quantize(self, trained, module, bits)
+        quantised = rounded_by_layer(self, trained, module, bits)
         note_bits(module, "weight_bit", bits)
         note_quantised(wrapper)
         buffers["weight"] = quantised
@@ -107,6 +100,6 @@ def quantize_output(names: Tuple[str, str]) -> Callable[..., Tensor]:
             note_quantised(wrapper)
         else:
             _hold(module)
-        return _quantize(self, output, module, bits)
+        return rounded_by_layer(self, output, module, bits)
 
     return fix

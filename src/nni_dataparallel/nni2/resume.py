@@ -11,7 +11,7 @@ from typing import Any, Dict
 import torch
 from torch import Tensor
 
-from .wrapping import COVERED, was_calibrated
+from .wrapping import covered_name, was_calibrated
 
 __all__ = ["load_quantizer_state_dict", "quantizer_state_dict"]
 
@@ -22,8 +22,7 @@ def _observers(quantizer: Any) -> Dict[str, Any]:
 
 
 def _kind(quantizer: Any) -> str:
-    names = [cls.__name__ for cls in type(quantizer).__mro__]
-    return next((name for name in names if name in COVERED), names[0])
+    return covered_name(quantizer) or type(quantizer).__name__
 
 
 def _wrappers(quantizer: Any) -> Any:

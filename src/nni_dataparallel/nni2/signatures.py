@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Optional, Tuple
 import torch
 from torch import Tensor
 
-__all__ = ["Rule", "bits_of", "note_bits", "output_rule", "weight_rule"]
+__all__ = ["Rule", "bits_of", "note_bits", "output_rule", "weight_of", "weight_rule"]
 
 Rule = Callable[[Any, Tensor, Any, Any, str], Tensor]
 _Method = Callable[..., Any]
@@ -22,6 +22,13 @@ def bits_of(config: Any, slot: str) -> int:
     """The bit width that a layer's config gives for ``"weight"``, ``"input"`` or ``"output"``."""
     bits = config["quant_bits"]
     return bits if isinstance(bits, int) else bits[slot]
+
+
+def weight_of(wrapper: Any) -> Tensor:
+    """What ``quantize_weight`` has to quantise, with its graph: the trained weight, or what folding made of it."""
+    folded = getattr(wrapper, "bn_module", None) is not None
+    weight: Tensor = wrapper.module._buffers["weight"] if folded else wrapper.module.old_weight
+    return weight
 
 
 def note_bits(module: Any, name: str, bits: int) -> None:
@@ -49,9 +56,7 @@ def _of_wrapper(rule: Rule) -> _Method:
 def _of_buffer(rule: Rule) -> _Method:
     def fix(stock: _Method, self: Any, wrapper: Any, **rest: Any) -> Tensor:
         module = wrapper.module
-        folded = getattr(wrapper, "bn_module", None) is not None
-        weight = module._buffers["weight"] if folded else module.old_weight
-        quantised = rule(self, weight.detach(), module, wrapper.config, wrapper.name)
+        quantised = rule(self, weight_of(wrapper).detach(), module, wrapper.config, wrapper.name)
         module._buffers["weight"] = quantised
         return quantised
 

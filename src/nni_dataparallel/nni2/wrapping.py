@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import Any, Callable, Dict, FrozenSet
+from typing import Any, Callable, Dict, FrozenSet, Optional
 
 import torch
 from torch.nn import Module, Parameter
@@ -20,10 +20,12 @@ from ..recording import recorded
 
 __all__ = [
     "Unquantised",
+    "covered_name",
     "follow_parameters",
     "forward",
     "grad_wanted",
     "load_from_state_dict",
+    "note_other_names",
     "note_quantised",
     "separate",
     "was_calibrated",
@@ -115,10 +117,22 @@ def wrap_modules(stock: Callable[..., Any], self: Any, layer: Any, config: Any) 
     """``Quantizer._wrap_modules``: a new wrapper starts with separate buffers."""
     wrapper = stock(self, layer, config)
     separate(wrapper)
-    names = sum(module is layer.module for _, module in self.bound_model.named_modules(remove_duplicate=False))
-    # NNI wraps one of the names. By another one the bare layer is used, with the weight the wrapper left.
-    wrapper.has_other_names = names > 1
+    note_other_names(wrapper, self.bound_model)
     return wrapper
+
+
+def note_other_names(wrapper: Any, model: Module) -> None:
+    """Note a layer that the model has by a second name, too.
+
+    NNI wraps one of the names. By another one the bare layer is used, with the weight the wrapper left.
+    """
+    names = sum(module is wrapper.module for _, module in model.named_modules(remove_duplicate=False))
+    wrapper.has_other_names = names > 1
+
+
+def covered_name(quantizer: Any) -> Optional[str]:
+    """The covered class that ``quantizer`` is of, or of a subclass of; None for one of the user's own."""
+    return next((cls.__name__ for cls in type(quantizer).__mro__ if cls.__name__ in COVERED), None)
 
 
 def _mend(wrapper: Any) -> None:
@@ -135,7 +149,7 @@ def _mend(wrapper: Any) -> None:
             wrapper.unquantised = original.unquantised
             if here is not None and here.rank == 0:
                 for name in _TRAINED:
-                    if _aliased(wrapper.module, name) or name in wrapper.module._buffers:
+                    if name in wrapper.module._buffers:
                         wrapper.module._buffers[name] = original.module._buffers[name]
         separate(wrapper)
 
@@ -146,7 +160,7 @@ def forward(stock: Callable[..., Any], self: Any, *inputs: Any) -> Any:
     if "unquantised" not in self.__dict__ or _aliased(module, "weight"):
         _mend(self)
     here = replicas.current()
-    if here is not None and here.rank == 0 and not any(cls.__name__ in COVERED for cls in type(self.quantizer).__mro__):
+    if here is not None and here.rank == 0 and covered_name(self.quantizer) is None:
         warnings.warn(
             f"{type(self.quantizer).__name__} is not covered under DataParallel by this version of nni_dataparallel: "
             f"its state may differ from one device's. Covered: {', '.join(sorted(COVERED))}. Train it on one device.",
