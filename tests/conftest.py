@@ -8,7 +8,7 @@ from typing import Iterator
 import pytest
 from cases import cases_for, is_first, is_modern
 
-from nni_dataparallel import api, fixes, patching, replicas
+from nni_dataparallel import api, fixes, parallel, patching
 
 logging.getLogger("nni").setLevel(logging.ERROR)
 RELEASE = fixes.installed_release()
@@ -30,8 +30,8 @@ def stock_nni() -> Iterator[None]:
 @pytest.fixture
 def worker_contexts() -> Iterator[None]:
     """The wrapped names of torch.nn.parallel, without NNI."""
-    for fix in replicas.FIXES:
+    for fix in parallel.FIXES:
         patching.install(fix, "test")
     yield
-    for fix in replicas.FIXES:
+    for fix in parallel.FIXES:
         patching.uninstall(fix, "test")

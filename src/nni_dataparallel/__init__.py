@@ -12,18 +12,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, List
 
 from .api import is_patched, patch, patch_map, patched, unpatch
-from .fixes import NOT_YET, QUANTIZERS, UnsupportedReleaseError
-from .nni2.resume import load_quantizer_state_dict, quantizer_state_dict
+from .checkpoints import load_quantizer_state_dict, quantizer_state_dict
+from .fixes import QUANTIZERS, UnsupportedReleaseError
 from .patching import PatchError, PatchWarning
 from .rehearsal import rehearse
 
 if TYPE_CHECKING:
     BNNQuantizer: Any
     DoReFaQuantizer: Any
+    LsqPlusQuantizer: Any
     LsqQuantizer: Any
     NaiveQuantizer: Any
     ObserverQuantizer: Any
+    PtqQuantizer: Any
     QAT_Quantizer: Any
+    QATQuantizer: Any
 
 __version__ = "0.1.0"
 
@@ -48,12 +51,6 @@ def __getattr__(name: str) -> Any:
         from .subclasses import quantizer
 
         return quantizer(name)
-    if name in NOT_YET:
-        # ImportError, since `from ... import` replaces the text of an AttributeError.
-        raise ImportError(
-            f"nni_dataparallel {__version__} has no fixed {name} (NNI {NOT_YET[name]} ships a stock one). "
-            f"Available here: {', '.join(QUANTIZERS)}."
-        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

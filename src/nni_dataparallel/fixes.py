@@ -9,8 +9,10 @@ from typing import Any, Dict, List, Tuple
 
 from packaging.specifiers import SpecifierSet
 
-from . import replicas
-from .nni2 import pruner_rows, rows
+from . import parallel
+from .nni2 import pruner_rows
+from .nni2 import rows as nni2
+from .nni3 import rows as nni3
 from .patching import Fix, PatchError
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "home_of",
     "installed_release",
     "rows_for",
+    "ships",
     "stock_quantizer",
 ]
 
@@ -31,12 +34,12 @@ RELEASES: Tuple[str, ...] = (
 )  # fmt: skip
 """Every NNI release on the package registry that has a PyTorch compressor."""
 
-FIXES: Tuple[Fix, ...] = (*replicas.FIXES, *rows.FIXES, *pruner_rows.FIXES)
-QUANTIZERS: Dict[str, str] = rows.QUANTIZERS
-"""Fixed quantizers -> the releases that have it."""
-
-NOT_YET: Dict[str, str] = {"QATQuantizer": "3.0", "LsqPlusQuantizer": "3.0", "PtqQuantizer": "3.0"}
-"""NNI's quantizers without a fixed subclass here -> the NNI releases that ship them."""
+FIXES: Tuple[Fix, ...] = (*parallel.FIXES, *nni2.FIXES, *pruner_rows.FIXES, *nni3.FIXES)
+QUANTIZERS: Dict[str, Tuple[str, ...]] = {
+    name: tuple(line[name] for line in (nni2.QUANTIZERS, nni3.QUANTIZERS) if name in line)
+    for name in (*nni2.QUANTIZERS, *nni3.QUANTIZERS)
+}
+"""Fixed quantizers -> the releases that have it, in NNI's older and newer line."""
 
 
 class UnsupportedReleaseError(PatchError):
@@ -78,7 +81,13 @@ def covered_releases() -> List[str]:
 
 def home_of(release: str) -> str:
     """The package from which an NNI release's quantizers are imported."""
-    return next(home for releases, home in rows.PACKAGES.items() if SpecifierSet(releases).contains(release, prereleases=True))
+    packages = {**nni2.PACKAGES, **nni3.PACKAGES}
+    return next(home for releases, home in packages.items() if SpecifierSet(releases).contains(release, prereleases=True))
+
+
+def ships(release: str, name: str) -> bool:
+    """Whether an NNI release has the quantizer ``name``."""
+    return any(SpecifierSet(releases).contains(release, prereleases=True) for releases in QUANTIZERS[name])
 
 
 def stock_quantizer(name: str) -> Any:
@@ -92,14 +101,12 @@ def rows_for(release: str) -> List[Fix]:
     Raises
     ------
     UnsupportedReleaseError
-        When the release is unknown or has no rows.
+        When the release is unknown.
     """
-    found = [fix for fix in FIXES if fix.fits(release)] if release in RELEASES else []
-    if not any(fix.releases for fix in found):
-        known = "is not covered yet by" if release in RELEASES else "is unknown to"
+    if release not in RELEASES:
         raise UnsupportedReleaseError(
-            f"NNI {release} {known} nni_dataparallel; nothing was patched. "
+            f"NNI {release} is unknown to nni_dataparallel; nothing was patched. "
             f"Covered releases: {', '.join(covered_releases())}. "
             "Install one of them, for example: pip install nni==2.10.1"
         )
-    return found
+    return [fix for fix in FIXES if fix.fits(release)]

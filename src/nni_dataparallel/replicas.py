@@ -1,28 +1,23 @@
 """Which replica am I? Rank, size and collectives among the threads of one ``nn.DataParallel``.
 
-``nn.DataParallel`` and the functional ``data_parallel`` both go through ``replicate`` and
-``parallel_apply``. The two fixes below wrap these names only to tell each worker thread where it
-runs; the threads, the copies and the gathering stay torch's. Outside a worker thread every
-function here is the identity, so code that uses it needs no case for one device.
+Outside a worker thread every function here is the identity, so code that uses it needs no case for
+one device. What makes a thread know its replica is in ``parallel``.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import Counter
-from typing import Any, Callable, Dict, FrozenSet, List, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Dict, FrozenSet, List, Optional, Tuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from .group import Group
-from .patching import Fix
 from .rendezvous import Parcel, Place
 
 __all__ = [
-    "FIXES",
     "Replica",
     "all_gather",
     "all_gather_object",
@@ -49,7 +44,6 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_networks: weakref.WeakKeyDictionary[Module, weakref.ref[Module]] = weakref.WeakKeyDictionary()
 
 
 def current() -> Optional[Replica]:
@@ -205,74 +199,3 @@ class Replica:
         if self._network_modules is None:
             self._network_modules = [] if self.network is None else list(self.network.modules())
         return self._network_modules
-
-
-def _replicate(stock: Callable[..., List[Module]], network: Module, *args: Any, **kwargs: Any) -> List[Module]:
-    copies = stock(network, *args, **kwargs)
-    for copy in copies:
-        _networks[copy] = weakref.ref(network)
-    return copies
-
-
-def _parallel_apply(
-    stock: Callable[..., List[Any]],
-    modules: Sequence[Module],
-    inputs: Sequence[Any],
-    kwargs_tup: Optional[Sequence[Dict[str, Any]]] = None,
-    devices: Optional[Sequence[Any]] = None,
-) -> List[Any]:
-    if not all(getattr(module, "_is_replica", False) for module in modules):
-        # Different models side by side (an ensemble) have nothing to merge.
-        return stock(modules, inputs, kwargs_tup, devices)
-    references = [_networks.get(module) for module in modules]
-    networks = [None if reference is None else reference() for reference in references]
-    if any(n is not networks[0] for n in networks):
-        return stock(modules, inputs, kwargs_tup, devices)
-    network = networks[0] if networks else None
-    group = Group(len(modules))
-    if devices is None:
-        for index, given in enumerate(inputs):
-            if _first_tensor(given) is None:
-                group.leave(index)  # torch gives up on such a replica before it calls the module
-    workers = [Replica(module, network, group, i) for i, module in enumerate(modules)]
-    try:
-        outputs = stock(workers, inputs, kwargs_tup, devices)
-    except BaseException:
-        for worker in workers:
-            if not worker.begun:  # interrupted between the starts of two threads
-                group.leave(worker.rank)
-        for worker in workers:
-            if worker.fatal is not None:
-                raise worker.fatal from None
-        raise
-    if network is not None:
-        group.settle(network)
-    return outputs
-
-
-def _first_tensor(obj: Any) -> Optional[Tensor]:
-    from torch.nn.parallel.parallel_apply import get_a_var
-
-    return get_a_var(obj)
-
-
-# Where the functions are defined comes first: who imports them from there later gets the fixed ones, too.
-_PLACES = {
-    "replicate": ("torch.nn.parallel.replicate", "torch.nn.parallel.data_parallel", "torch.nn.parallel"),
-    "parallel_apply": ("torch.nn.parallel.parallel_apply", "torch.nn.parallel.data_parallel", "torch.nn.parallel"),
-}
-
-FIXES: Tuple[Fix, ...] = tuple(
-    Fix(
-        name=f"{function} in {module}",
-        target=f"{module}:{function}",
-        fix=fix,
-        reason=reason,
-        expects=expects,
-    )
-    for function, fix, reason, expects in (
-        ("replicate", _replicate, "replicas do not know which network they copy", ("network", "devices")),
-        ("parallel_apply", _parallel_apply, "worker threads do not know their replica", ("modules", "inputs")),
-    )
-    for module in _PLACES[function]
-)

@@ -12,7 +12,7 @@ from typing import Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor
 
-__all__ = ["at_least_tiny", "batch_range", "fake_quantize", "moving_average", "qparams"]
+__all__ = ["at_least_tiny", "batch_range", "fake_quantize", "moving_average", "qparams", "smallest_divisor"]
 
 _TINY = torch.finfo(torch.float32).tiny
 _SMALLEST = {torch.float16: 2.0**-24}
@@ -43,9 +43,14 @@ def moving_average(average: Tensor, value: Tensor, decay: Union[float, Tensor]) 
     return average * decay + (1 - decay) * value
 
 
+def smallest_divisor(dtype: torch.dtype) -> float:
+    """The smallest positive number that ``dtype`` can divide by."""
+    return _SMALLEST.get(dtype, _TINY)
+
+
 def at_least_tiny(x: Tensor) -> Tensor:
     """``x``, in place, with the smallest number that its dtype can divide by instead of 0 (nni#3084, nni#4443)."""
-    return x.clamp_(min=_SMALLEST.get(x.dtype, _TINY))
+    return x.clamp_(min=smallest_divisor(x.dtype))
 
 
 def qparams(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List
 
-from packaging.specifiers import SpecifierSet
+from torch.nn import Module
 
 from . import fixes, patching
 
@@ -29,11 +29,14 @@ def quantizer(name: str) -> type:
     ImportError
         When the installed NNI has no such quantizer; the text says which releases do.
     """
-    releases = fixes.QUANTIZERS[name]
     release = fixes.installed_release()
     rows = fixes.rows_for(release)
-    if not SpecifierSet(releases).contains(release, prereleases=True):
-        raise ImportError(f"nni_dataparallel has no {name} for NNI {release}; it exists for NNI {releases}")
+    if not fixes.ships(release, name):
+        others = [other for other in fixes.QUANTIZERS if fixes.ships(release, other)]
+        raise ImportError(
+            f"nni_dataparallel has no {name} for NNI {release}; it exists for NNI {' and '.join(fixes.QUANTIZERS[name])}. "
+            f"NNI {release} has: {', '.join(others)}."
+        )
     torch_rows = [row for row in rows if not row.releases]
     patching.require(row for row in rows if row.due)
     for row in torch_rows:
@@ -42,13 +45,21 @@ def quantizer(name: str) -> type:
 
 
 def _methods(stock: type, rows: List[patching.Fix]) -> Dict[str, Any]:
-    lineage = {f"{base.__module__}:{base.__qualname__}" for base in stock.__mro__}
+    lineage = {f"{base.__module__}:{base.__qualname__}": base for base in stock.__mro__}
     namespace: Dict[str, Any] = {}
     for row in rows:
         owner, _, name = row.target.rpartition(".")
-        if owner in lineage:
+        if owner in lineage and not _overridden(stock, lineage[owner], name):
             namespace[name] = patching.bind(row, None if row.added else patching.stock_attribute(stock, name))
     return namespace
+
+
+def _overridden(stock: type, owner: type, name: str) -> bool:
+    """Whether a wrapper has a forward of its own (the one of a fused batch norm) where the row is about its base class's.
+
+    A quantizer's own method goes on to its base class's: the fix is around both.
+    """
+    return issubclass(stock, Module) and any(name in vars(base) for base in stock.__mro__[: stock.__mro__.index(owner)])
 
 
 def fixed_class(stock: type, module: str = __name__) -> type:
@@ -59,7 +70,9 @@ def fixed_class(stock: type, module: str = __name__) -> type:
     if not namespace:
         return stock
     if "_wrap_modules" in namespace:
-        namespace = {**namespace, **_exchange_helpers(stock, namespace)}
+        namespace.update(_exchange_helpers(stock, namespace))
+    elif hasattr(stock, "wrap_model"):
+        namespace.update(_exchange_wrappers(stock))
     # Importable under its name, so that pickle finds it again.
     namespace.update(__module__=module, __qualname__=stock.__name__, __doc__=stock.__doc__)
     made = type(stock)(stock.__name__, (stock,), namespace)
@@ -88,17 +101,30 @@ def _exchange_helpers(stock: type, namespace: Dict[str, Any]) -> Dict[str, Any]:
     return {"__init__": exchanging_init, "_wrap_modules": exchanging_wrap}
 
 
+def _exchange_wrappers(stock: Any) -> Dict[str, Any]:
+    wrap_model = stock.wrap_model
+
+    @functools.wraps(wrap_model)
+    def exchanging_wrap_model(self: Any) -> None:
+        for wrapper in self._module_wrappers.values():
+            wrapper.__class__ = fixed_class(type(wrapper))
+        wrap_model(self)
+
+    return {"wrap_model": exchanging_wrap_model}
+
+
 def __getattr__(name: str) -> Any:
     """Make helper classes on demand, for an unpickled model in a fresh process."""
-    for module, path in _helpers():
-        if path == name:
-            return fixed_class(getattr(importlib.import_module(module), path))
+    for module in _homes_of_helpers():
+        helper = getattr(importlib.import_module(module), name, None)
+        if isinstance(helper, type):
+            return fixed_class(helper)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _helpers() -> List[Tuple[str, str]]:
+def _homes_of_helpers() -> List[str]:
     try:
         rows = fixes.rows_for(fixes.installed_release())
     except fixes.UnsupportedReleaseError:
         return []
-    return sorted({(row.module, row.path[0]) for row in rows if len(row.path) == 2})
+    return sorted({row.module for row in rows if row.due and len(row.path) == 2})

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .wrapping import covered_name, was_calibrated
 
-__all__ = ["load_quantizer_state_dict", "quantizer_state_dict"]
+__all__ = ["load_state", "state_of"]
 
 
 def _observers(quantizer: Any) -> Dict[str, Any]:
@@ -29,34 +29,8 @@ def _wrappers(quantizer: Any) -> Any:
     return () if quantizer.modules_wrapper is None else quantizer.get_modules_wrapper()  # None before 1.4's compress()
 
 
-def quantizer_state_dict(quantizer: Any) -> Dict[str, Any]:
-    """The third part of a checkpoint, beside the model's and the optimizer's ``state_dict``.
-
-    Parameters
-    ----------
-    quantizer
-        Any quantizer of NNI 1.4 - 2.10.1, stock or fixed.
-
-    Returns
-    -------
-    dict
-        Numbers, names and tensors only, so that ``torch.load(..., weights_only=True)`` reads it. Just the
-        quantizer's name, ``{"quantizer": name}``, where the model's ``state_dict`` holds everything: QAT
-        and LSQ of NNI 2.x, DoReFa, BNN. Besides, in ``QAT_Quantizer`` of 1.x ``{"steps": int}``; in
-        ``NaiveQuantizer`` ``{"layer_scale": {layer: scale}}``; in ``ObserverQuantizer``
-        ``{"observers": {"layer/slot": its state_dict}}``; after ``load_calibration_config``
-        ``{"calibrated": [layer]}``.
-
-    Raises
-    ------
-    TypeError
-        When given something else than a quantizer.
-    """
-    if not hasattr(quantizer, "bound_model") or not hasattr(quantizer, "get_modules_wrapper"):
-        raise TypeError(
-            f"expected an NNI quantizer (what QAT_Quantizer(model, ...) returns), not {type(quantizer).__name__}; "
-            "a model's own state is model.state_dict()"
-        )
+def state_of(quantizer: Any) -> Dict[str, Any]:
+    """Just the quantizer's name where the model's ``state_dict`` holds everything: QAT and LSQ of 2.x, DoReFa, BNN."""
     state: Dict[str, Any] = {"quantizer": _kind(quantizer)}
     calibrated = [wrapper.name for wrapper in _wrappers(quantizer) if was_calibrated(wrapper)]
     if calibrated:
@@ -74,33 +48,8 @@ def quantizer_state_dict(quantizer: Any) -> Dict[str, Any]:
     return state
 
 
-def _shown(state: Any) -> str:
-    return (
-        f"a dict of {', '.join(map(str, sorted(state)))}"
-        if isinstance(state, dict) and state
-        else f"{type(state).__name__} {state!r}"
-    )
-
-
-def load_quantizer_state_dict(quantizer: Any, state: Dict[str, Any]) -> None:
-    """Load what :func:`quantizer_state_dict` gave into a fresh quantizer of the same kind.
-
-    Raises
-    ------
-    ValueError
-        When ``state`` is that of another kind of quantizer or of other layers; nothing is loaded then.
-    TypeError
-        When ``quantizer`` is none.
-    """
-    fresh = quantizer_state_dict(quantizer)
-    name = _kind(quantizer)
-    if not isinstance(state, dict) or "quantizer" not in state:
-        raise ValueError(f"expected what quantizer_state_dict(quantizer) returned, not {_shown(state)}")
-    if state["quantizer"] != name or set(fresh) - {"calibrated"} != set(state) - {"calibrated"}:
-        raise ValueError(
-            f"this is the state of {state['quantizer']} ({_shown(state)}), the quantizer is {name} ({_shown(fresh)}). "
-            "Save and load with the same quantizer and the same NNI line (1.x or 2.x)."
-        )
+def load_state(quantizer: Any, state: Dict[str, Any]) -> None:
+    """Load what :func:`state_of` gave, checked to be of this kind of quantizer; raises ValueError if of other layers."""
     observers = _observers(quantizer)
     layers = {layer.name for layer, _ in quantizer.get_modules_to_compress()} if "layer_scale" in state else set()
     given, known = set(state.get("observers", {})), set(observers)
@@ -109,7 +58,9 @@ def load_quantizer_state_dict(quantizer: Any, state: Dict[str, Any]) -> None:
         own, its = set(observers[layer].state_dict()), set(state["observers"][layer])
         strangers += [f"{layer}: {key}" for key in sorted(own ^ its)]
     if strangers:
-        raise ValueError(f"the {name} and the saved state are of different layers; on one side only: {', '.join(strangers)}")
+        raise ValueError(
+            f"the {_kind(quantizer)} and the saved state are of different layers; on one side only: {', '.join(strangers)}"
+        )
     for wrapper in _wrappers(quantizer):
         if wrapper.name in state.get("calibrated", ()):
             wrapper.calibrated = True

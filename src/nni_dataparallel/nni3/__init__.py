@@ -1,0 +1,1 @@
+"""The fixes for NNI's newer line: 3.0."""

@@ -1,0 +1,105 @@
+"""What a tracker of NNI 3.0 sees on a replica: the whole batch's extremes, merged before its moving average.
+
+NNI's own tracking functions stay in use. Instead of this replica's shard they are given a small tensor with
+the same extremes as the whole batch (or, where every sample has a range of its own, the whole batch).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .. import replicas
+from .views import is_parameter
+
+__all__ = ["Rows", "extremes", "kernel_of", "positional", "rows_of", "tracked_once_per_batch", "whole_shape"]
+
+
+class Rows(NamedTuple):
+    """Where a shard lies in its batch."""
+
+    first: int
+    length: int
+    numel: int
+    """Elements of the whole batch."""
+
+
+def kernel_of(space: Any, dims: int) -> List[int]:
+    """The block of a ``dims``-dimensional tensor that shares one scale; -1 is the whole of a dimension."""
+    scaler = space._scaler
+    padding = [scaler.kernel_padding_val] * (dims - len(scaler.kernel_size))
+    kernel = list(scaler.kernel_size)
+    return padding + kernel if scaler.kernel_padding_mode == "front" else kernel + padding
+
+
+def positional(space: Any, dims: int) -> bool:
+    """Whether the samples of a batch have scales of their own (a granularity that leaves the batch dimension out)."""
+    return space._scaler is not None and dims > 0 and kernel_of(space, dims)[0] != -1
+
+
+def rows_of(wrapper: Any, name: str, x: Tensor) -> Optional[Rows]:
+    """Where ``x``, the target ``name`` on this replica, lies in its batch; None on one device."""
+    if not replicas.is_replica(wrapper):
+        return None
+    known: Dict[Tuple[str, Tuple[int, ...]], Rows] = wrapper.__dict__.setdefault("known_rows", {})
+    key = (name, tuple(x.shape))
+    here = replicas.current()
+    if here is not None:
+        mine = (here.rank, x.shape[0] if x.dim() else 0, x.numel())
+        parts = replicas.all_gather_object(mine, wrapper, f"rows of {name}")
+        first = sum(length for rank, length, _ in parts if rank < here.rank)
+        known[key] = Rows(first, sum(part[1] for part in parts), sum(part[2] for part in parts))
+    return known.get(key)  # a forward that is recomputed in backward knows what it was told
+
+
+def whole_shape(wrapper: Any, name: str, x: Tensor) -> Tuple[int, ...]:
+    """The shape of the batch that ``x`` is a shard of."""
+    rows = rows_of(wrapper, name, x)
+    return tuple(x.shape) if rows is None or not x.dim() else (rows.length, *x.shape[1:])
+
+
+def extremes(x: Tensor, wrapper: Any, space: Any) -> Tensor:
+    """A tensor with the extremes of the whole batch, by the blocks that share a scale; ``x`` itself on one device."""
+    if replicas.size() == 1 or is_parameter(space):
+        return x
+    name, x = space._target_name, x.detach()
+    if positional(space, x.dim()):
+        return torch.cat(replicas.all_gather(x, wrapper, name))
+    scaler = space._scaler
+    low, high = (_reduced(x, scaler, end) for end in (torch.amin, torch.amax))
+    ends = replicas.all_reduce(torch.stack((-low, high)), "max", wrapper, name)
+    if scaler is None or not x.dim():
+        return torch.stack((-ends[0], ends[1]))
+    return torch.cat([scaler.expand(end, [1, *x.shape[1:]], keepdim=True) for end in (-ends[0], ends[1])])
+
+
+def _reduced(x: Tensor, scaler: Any, end: Callable[..., Tensor]) -> Tensor:
+    if not x.numel():
+        # Nothing of the batch came here: any other shard decides.
+        like = x.new_zeros(()) if scaler is None else scaler.shrink(x.new_zeros([1, *x.shape[1:]]), keepdim=True)
+        return torch.full_like(like, math.inf if end is torch.amin else -math.inf)
+    if scaler is None:
+        return end(x)
+    return scaler.shrink(x, functools.partial(end, dim=-1), keepdim=True)  # type: ignore[no-any-return]
+
+
+def tracked_once_per_batch(wanted: Callable[[Any, Any, str], bool]) -> Callable[..., None]:
+    """A fix for a tracking function ``(self, wrapper, target_name, target)``.
+
+    ``wanted(quantizer, wrapper, target_name)`` says whether NNI's function takes notice of this forward at
+    all: where it does not, no replica should wait for the others.
+    """
+
+    def track(stock: Callable[..., None], self: Any, wrapper: Any, target_name: str, target: Any) -> None:
+        if replicas.recomputing():
+            return  # activation checkpointing: this batch was tracked in the forward
+        space = wrapper.quantization_target_spaces.get(target_name)
+        if space is not None and isinstance(target, Tensor) and wanted(self, wrapper, target_name):
+            target = extremes(target, wrapper, space)
+        stock(self, wrapper, target_name, target)
+
+    return track

@@ -1,0 +1,96 @@
+"""The rows of the fix table for NNI 3.0."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+
+from ..patching import Fix
+from . import calibration, dorefa, lsq, ranges, rounding, views, wrapping
+
+__all__ = ["FIXES", "PACKAGES", "QUANTIZERS"]
+
+LINE = ">=3.0"
+_NNI = "nni.compression"
+
+PACKAGES: Dict[str, str] = {LINE: f"{_NNI}.quantization"}
+"""Releases -> the package to import a quantizer from."""
+
+_NAMES = ("QATQuantizer", "LsqQuantizer", "LsqPlusQuantizer", "DoReFaQuantizer", "BNNQuantizer", "PtqQuantizer")
+QUANTIZERS: Dict[str, str] = dict.fromkeys(_NAMES, LINE)
+"""Every quantizer of this line -> the releases that ship it."""
+
+_HOMES = {
+    "ModuleWrapper": "base.wrapper",
+    "Quantizer": "base.compressor",
+    "QATQuantizer": "quantization.qat_quantizer",
+    "LsqQuantizer": "quantization.lsq_quantizer",
+    "LsqPlusQuantizer": "quantization.lsqplus_quantizer",
+    "DoReFaQuantizer": "quantization.dorefa_quantizer",
+    "PtqQuantizer": "quantization.ptq_quantizer",
+}
+_DP = "nni#5687"
+_TRACK = ("self", "wrapper", "target_name", "target")
+_RANGE = "every replica tracks the range of its own shard, and loses it"
+_START = "a learned scale is started by rebinding it: lost on replicas, of another size than the optimizer's"
+
+
+class _Row(NamedTuple):
+    path: str
+    fix: Callable[..., Any]
+    expects: Tuple[str, ...]
+    reason: str
+
+
+def _in_training(quantizer: Any, wrapper: Any, target_name: str) -> bool:
+    return bool(wrapper.training and quantizer.check_target(wrapper, target_name))
+
+
+def _always(quantizer: Any, wrapper: Any, target_name: str) -> bool:
+    return True
+
+
+_ROWS: Tuple[_Row, ...] = (
+    _Row("ModuleWrapper._localise_replica", views.localise, (),
+         "every replica runs the original's wrapper, module and fused modules"),
+    _Row("ModuleWrapper.forward", wrapping.forward, ("self",),
+         "what it assigns is lost on replicas and cannot be copied afterwards; it waits for the device after every layer"),
+    _Row("ModuleWrapper.wrap", wrapping.wrap, ("self",), "the folded bias of a layer without one appears in the first forward"),
+    _Row("ModuleWrapper._load_from_state_dict", wrapping.load_from_state_dict, ("self", "state_dict", "prefix"),
+         "a fresh model refuses its own checkpoint: the buffers are None until the first forward"),
+    _Row("ModuleWrapper._apply_quant_helper", rounding.apply_quant_helper, ("self", "target", "target_space"),
+         "autograd's own gradient tensor is zeroed in place; an all-zero weight gives NaN"),
+    _Row("Quantizer.update_calibration_config", calibration.update_calibration_config, ("self", "calibration_config"),
+         "ranges are not loaded, learned scales fail, a config that does not fit is half loaded"),
+    _Row("QATQuantizer.track_min_max_val", ranges.tracked_once_per_batch(_in_training), _TRACK, _RANGE),
+    _Row("PtqQuantizer.track_min_max_val", ranges.tracked_once_per_batch(_always), _TRACK, _RANGE),
+    _Row("DoReFaQuantizer.update_scale_zp", dorefa.update_scale_zp, _TRACK, _RANGE),
+    _Row("DoReFaQuantizer._quant_dequant_gradient_hook", dorefa.quant_dequant_gradient_hook, ("self", "target_space"),
+         "replicas draw noise of their own; a zero gradient becomes NaN"),
+    _Row("LsqQuantizer.register_scale", lsq.register_parameters, ("self",), _START),
+    _Row("LsqQuantizer.init_scale", lsq.init_parameters, _TRACK, _START),
+    _Row("LsqPlusQuantizer.register_scale_zp", lsq.register_parameters, ("self",), _START),
+    _Row("LsqPlusQuantizer.init_scale_zp", lsq.init_parameters, _TRACK, _START),
+)  # fmt: skip
+
+_INHERITED = {"ModuleWrapper._load_from_state_dict"}
+_ADDED = {"ModuleWrapper._localise_replica"}
+
+
+def _fixes() -> List[Fix]:
+    return [
+        Fix(
+            row.path,
+            f"{_NNI}.{_HOMES[row.path.partition('.')[0]]}:{row.path}",
+            row.fix,
+            row.reason,
+            LINE,
+            row.expects,
+            _DP,
+            inherited=row.path in _INHERITED,
+            added=row.path in _ADDED,
+        )
+        for row in _ROWS
+    ]
+
+
+FIXES: Tuple[Fix, ...] = tuple(_fixes())

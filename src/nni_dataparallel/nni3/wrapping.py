@@ -1,0 +1,131 @@
+"""``ModuleWrapper`` of NNI 3.0: one forward for one device and for a replica.
+
+What the forward assigns (scales, ranges, the compressed weight that the layer computes with) ends in the
+buffers that were there, so that it outlives the replica and can be copied and saved. The weight is
+recomputed in every forward from the wrapper's Parameter of the same name. ``torch.cuda.empty_cache()``,
+which NNI calls after every layer, is left out: it waits for the device each time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, FrozenSet, List, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import replicas
+from ..recording import recorded
+from .views import is_parameter, report, spaces_of
+
+__all__ = ["device_of", "forward", "load_from_state_dict", "wrap"]
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+Params = Dict[str, Tensor]
+
+
+def forward(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``ModuleWrapper.forward``: as NNI's, on this replica's own module, recorded."""
+    view = self.__dict__.get("view")
+    if view is None:
+        with recorded(self, frozenset(self._buffers)):
+            return _run(stock, self, args, kwargs)
+    view.enter(self)
+    try:
+        with recorded(self, frozenset(self._buffers)):
+            outputs = _run(stock, self, args, kwargs)
+        report(self)
+        return outputs
+    finally:
+        view.leave(self)
+
+
+def _run(stock: Callable[..., Any], self: Any, args: Any, kwargs: Any) -> Any:
+    args, kwargs = self.patch_inputs(*args, **kwargs)
+    params: Params = {name: space.target for _, name, space in spaces_of(self) if is_parameter(space)}
+    activations: List[Any] = []
+    if self.fused_modules:
+        params, activations = stock.__globals__["fuse_modules"](self, params, *args, **kwargs)
+    correcting = getattr(self, "is_bias_correction", False) and isinstance(getattr(self.module, "bias", None), Tensor)
+    with recorded(self.module, frozenset(params).intersection(self.module._buffers)):
+        if correcting:
+            unquantised = _call(self, {name: param * 1.0 for name, param in params.items()}, activations, args, kwargs)
+        # A copy of a folded bias, which NNI hands over as a new Parameter: it is no more trained than any buffer.
+        patched = {name: p.detach() if isinstance(p, nn.Parameter) else p for name, p in self.patch_params(params).items()}
+        outputs = self.patch_outputs(_call(self, patched, activations, args, kwargs))
+    if correcting:
+        _note_bias_error(self, unquantised, outputs)
+    return outputs
+
+
+def _call(self: Any, params: Params, activations: List[Any], args: Any, kwargs: Any) -> Any:
+    for name, param in params.items():
+        setattr(self.module, name, param)
+    outputs = self.module_forward(*args, **kwargs)
+    for activation in activations:
+        outputs = activation._nni_wrapper.module_forward(outputs)
+    return outputs
+
+
+def _note_bias_error(self: Any, unquantised: Any, outputs: Any) -> None:
+    """Add up what the bias has to make good (``PtqQuantizer``), over the whole batch."""
+    if not isinstance(unquantised, Tensor) or not isinstance(outputs, Tensor):
+        raise TypeError(
+            f"bias correction needs layers that return one tensor; {self.name!r} returns {type(outputs).__name__}. "
+            "Leave it out of config_list, or set is_bias_correction=False."
+        )
+    error = (unquantised - outputs).sum(tuple(range(unquantised.dim() - 1)))
+    count = unquantised[..., 0].numel()
+    here = replicas.current()
+    if here is None:
+        _add_bias_error(self, [(error, count)])
+    else:
+        original = here.original(self)
+        replicas.defer((error, count), self, "bias correction", lambda parts: _add_bias_error(original, parts))
+
+
+def _add_bias_error(wrapper: Any, parts: List[Tuple[Tensor, int]]) -> None:
+    for error, count in parts:
+        total = wrapper.__dict__.get("bias_correction")
+        wrapper.bias_correction = error if total is None else total + error.to(total.device)
+        wrapper.bias_element_num = wrapper.__dict__.get("bias_element_num", 0) + count
+
+
+def wrap(stock: Callable[..., None], self: Any) -> None:
+    """``ModuleWrapper.wrap``: a layer without bias that is fused with a batch norm has a place for the folded one.
+
+    NNI makes one in the first forward, after which the model refuses a state saved before, and the other way round.
+    """
+    stock(self)
+    module = self.module
+    norms = [fused for fused in self.fused_modules[1:] if isinstance(fused, _NORMS)]
+    if norms and "bias" in module._parameters and module.bias is None:
+        del module._parameters["bias"]
+        module.register_buffer("bias", torch.zeros_like(self.weight[:, 0].reshape(len(self.weight), -1)[:, 0]).detach())
+
+
+def load_from_state_dict(stock: Callable[..., None], self: Any, state_dict: Dict[str, Any], prefix: str, *rest: Any) -> None:
+    """``ModuleWrapper._load_from_state_dict``: buffers that a forward would create are created from the file.
+
+    Learned scales take the file's shape, and are not started anew by the next forward.
+    """
+    started: FrozenSet[str] = self.__dict__.get("started", frozenset())
+    for name, buffer in self._buffers.items():
+        saved = state_dict.get(prefix + name)
+        if buffer is None and isinstance(saved, Tensor):
+            self._buffers[name] = torch.empty_like(saved, device=device_of(self, saved))
+    for name, parameter in self._parameters.items():
+        saved = state_dict.get(prefix + name)
+        if name.endswith(("_scale", "_zero_point")) and parameter is not None and isinstance(saved, Tensor):
+            if saved.shape != parameter.shape:
+                parameter.data = torch.empty(saved.shape, dtype=parameter.dtype, device=parameter.device)
+            if saved.numel():
+                started = started | {name}
+    self.started = started
+    stock(self, state_dict, prefix, *rest)
+
+
+def device_of(wrapper: Any, default: Tensor) -> torch.device:
+    """Where a wrapper lives; that of ``default`` where it has no tensor."""
+    for tensor in (*wrapper.parameters(), *wrapper.buffers(), *wrapper.module.parameters(), *wrapper.module.buffers()):
+        return tensor.device  # type: ignore[no-any-return]
+    return default.device
