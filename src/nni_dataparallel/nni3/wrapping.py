@@ -17,7 +17,7 @@ from .. import replicas
 from ..recording import recorded
 from .views import is_parameter, report, spaces_of
 
-__all__ = ["device_of", "forward", "load_from_state_dict", "wrap"]
+__all__ = ["device_of", "forward", "load_from_state_dict", "unwrap", "wrap"]
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 Params = Dict[str, Tensor]
@@ -101,6 +101,17 @@ def wrap(stock: Callable[..., None], self: Any) -> None:
     if norms and "bias" in module._parameters and module.bias is None:
         del module._parameters["bias"]
         module.register_buffer("bias", torch.zeros_like(self.weight[:, 0].reshape(len(self.weight), -1)[:, 0]).detach())
+
+
+def unwrap(stock: Callable[..., None], self: Any) -> None:
+    """``ModuleWrapper.unwrap``: the layer finds its forward in its class again, so that a copy has one of its own.
+
+    NNI leaves the bound method on the layer, which ``nn.DataParallel`` copies as it is.
+    """
+    stock(self)
+    left: Any = self.module.__dict__.get("forward")
+    if getattr(left, "__self__", None) is self.module and left.__func__ is type(self.module).forward:
+        del self.module.__dict__["forward"]
 
 
 def load_from_state_dict(stock: Callable[..., None], self: Any, state_dict: Dict[str, Any], prefix: str, *rest: Any) -> None:
