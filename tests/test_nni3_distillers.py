@@ -252,3 +252,26 @@ def test_a_quantizer_of_ours_in_a_chain_with_stock_pruners(count: int, name: str
     """The subclass repairs the wrappers that it shares with a stock pruner of the same layers."""
     on_one = reference(next(case for case in CHAINS if case.name == name))
     assert apart(on_one, chained(build())(replicated(count))) == []
+
+
+def in_parallel_from_the_start(count: int, teacher_too: bool) -> Outcome:
+    """Compressors that are given ``nn.DataParallel(model)``, with its names."""
+    script = Script(one_device, replicated(count)(make_net()))
+    prefix = "" if count == 1 else "module."
+    teacher = replicated(count)(net_teacher()) if teacher_too else net_teacher()
+    config = [{"op_names": [f"{prefix}conv1", f"{prefix}fc"]}]
+    distiller = taught(taylor, DynamicLayerwiseDistiller, config)(script, teacher, plain_predict(one_device))
+    distiller.compress(STEPS, None)
+    outcome = script.outcome(distiller)
+    for name in ("state", "plain", "masks"):
+        setattr(outcome, name, {key.replace("module.", "", 1): value for key, value in getattr(outcome, name).items()})
+    return outcome
+
+
+@pytest.mark.parametrize("teacher_too", [False, True])
+@each_count
+def test_a_model_that_is_given_in_parallel(count: int, teacher_too: bool) -> None:
+    """Compressors of a DataParallel train it as they do the plain model; its prefix is not looked for in the teacher."""
+    on_one = in_parallel_from_the_start(1, False)
+    with patched():
+        assert apart(on_one, in_parallel_from_the_start(count, teacher_too)) == []

@@ -6,7 +6,7 @@ import copy
 import gc
 import time
 import weakref
-from typing import Any, Iterator, List, Tuple
+from typing import Any, Dict, Iterator, List, Tuple
 
 import pytest
 from conftest import RELEASE
@@ -20,6 +20,7 @@ from harness import Linear, data, one_device, replicated
 from nni.compression.distillation import DynamicLayerwiseDistiller
 from nni3_scripts import Script, make_net
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from nni_dataparallel import patched, rehearse
 
@@ -228,3 +229,52 @@ def test_links_into_a_teacher_in_parallel(prefix: str) -> None:
         assert sorted(distiller._teacher_target_spaces) == ["conv1", "relu1"]
         distiller.compress(1, None)
     assert called == [teacher]
+
+
+class Recomputed(harness.Net):
+    """Layers under distillation that run again in the backward."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(norm=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda x: self.relu1(self.conv1(x)), x, use_reentrant=False)
+        x = checkpoint(lambda x: self.relu2(self.conv2(x)), x, use_reentrant=False)
+        return self.fc(x.flatten(1))
+
+
+class Trunk(nn.Module):
+    """A user's model of which one part runs in DataParallel."""
+
+    def __init__(self, count: int, net: Any) -> None:
+        super().__init__()
+        self.net = net
+        self.trunk = replicated(count)(nn.Sequential(net.conv1, net.relu1, net.conv2, net.relu2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net.fc(self.trunk(x).flatten(1))
+
+
+def distilled(net: nn.Module, wrap: Any) -> Dict[str, Any]:
+    script = Script(wrap, net)
+    distiller_of(script, "conv1", "relu2", "fc").compress(5, None)
+    return {"losses": torch.tensor(script.losses), **harness.snapshot(net)}
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_current_graph_task_id"), reason="torch < 2.0 cannot tell a recomputation")
+@each_count
+def test_layers_that_are_recomputed_in_backward(count: int) -> None:
+    """Activation checkpointing changes nothing: hidden states and gradients are those of the forward."""
+    on_one = distilled(Recomputed(), one_device)
+    with patched():
+        assert harness.unequal("state", on_one, distilled(Recomputed(), replicated(count)), harness.RTOL, harness.ATOL) == []
+
+
+@each_count
+def test_a_part_of_the_model_in_parallel(count: int) -> None:
+    """Layers inside a DataParallel and layers outside it are distilled together."""
+    on_one = distilled(make_net(), one_device)
+    with patched():
+        parts = distilled(make_net(), lambda net: Trunk(count, net))
+    assert harness.unequal("state", on_one, parts, harness.RTOL, harness.ATOL) == []

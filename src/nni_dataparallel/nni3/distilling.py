@@ -18,12 +18,12 @@ _PREFIX = "module."
 def register_teacher_wrappers(stock: Callable[..., Any], self: Any) -> Any:
     """``TeacherModelBasedDistiller._register_teacher_wrappers``: find the layers of a teacher in DataParallel.
 
-    Links may carry the prefix ``module.`` or not. ``teacher_predict`` gets the teacher as it was given.
+    Links may carry the prefix ``module.`` or not, as those have that follow from the names of a student in
+    DataParallel. ``teacher_predict`` gets the teacher as it was given.
     """
     given = self.teacher_model
-    if not isinstance(given, nn.DataParallel):
-        return stock(self)
-    names = {name for name, _ in given.module.named_modules()}
+    teacher = given.module if isinstance(given, nn.DataParallel) else given
+    names = {name for name, _ in teacher.named_modules()}
 
     def plain(link: str) -> str:
         return link[len(_PREFIX) :] if link not in names and link.startswith(_PREFIX) else link
@@ -31,7 +31,7 @@ def register_teacher_wrappers(stock: Callable[..., Any], self: Any) -> Any:
     for spaces in self._target_spaces.values():
         for space in spaces.values():
             space.link = [plain(link) for link in space.link]
-    self.teacher_model = given.module
+    self.teacher_model = teacher
     try:
         return stock(self)
     finally:

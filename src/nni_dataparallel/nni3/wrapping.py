@@ -8,6 +8,7 @@ which NNI calls after every layer, is left out: it waits for the device each tim
 
 from __future__ import annotations
 
+import types
 from typing import Any, Callable, Dict, FrozenSet, List, Tuple
 
 import torch
@@ -109,9 +110,9 @@ def unwrap(stock: Callable[..., None], self: Any) -> None:
     NNI leaves the bound method on the layer, which ``nn.DataParallel`` copies as it is.
     """
     stock(self)
-    left: Any = self.module.__dict__.get("forward")
-    if getattr(left, "__self__", None) is self.module and left.__func__ is type(self.module).forward:
-        del self.module.__dict__["forward"]
+    module = self.module
+    if module.__dict__.get("forward") == types.MethodType(type(module).forward, module):
+        del module.__dict__["forward"]
 
 
 def load_from_state_dict(stock: Callable[..., None], self: Any, state_dict: Dict[str, Any], prefix: str, *rest: Any) -> None:
