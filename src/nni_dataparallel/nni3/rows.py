@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 from ..patching import Fix
-from . import calibration, dorefa, lsq, ranges, rounding, views, wrapping
+from . import calibration, distilling, dorefa, lsq, ranges, rounding, views, wrapping
 
 __all__ = ["FIXES", "PACKAGES", "QUANTIZERS"]
 
@@ -21,12 +21,14 @@ QUANTIZERS: Dict[str, str] = dict.fromkeys(_NAMES, LINE)
 
 _HOMES = {
     "ModuleWrapper": "base.wrapper",
+    "DistillationTargetSpace": "base.target_space",
     "Quantizer": "base.compressor",
     "QATQuantizer": "quantization.qat_quantizer",
     "LsqQuantizer": "quantization.lsq_quantizer",
     "LsqPlusQuantizer": "quantization.lsqplus_quantizer",
     "DoReFaQuantizer": "quantization.dorefa_quantizer",
     "PtqQuantizer": "quantization.ptq_quantizer",
+    "TeacherModelBasedDistiller": "distillation.basic_distiller",
 }
 _DP = "nni#5687"
 _TRACK = ("self", "wrapper", "target_name", "target")
@@ -55,6 +57,8 @@ _ROWS: Tuple[_Row, ...] = (
     _Row("ModuleWrapper.forward", wrapping.forward, ("self",),
          "what it assigns is lost on replicas and cannot be copied afterwards; it waits for the device after every layer"),
     _Row("ModuleWrapper.wrap", wrapping.wrap, ("self",), "the folded bias of a layer without one appears in the first forward"),
+    _Row("ModuleWrapper.unwrap", wrapping.unwrap, ("self",),
+         "the original's forward stays on the unwrapped layer, and every replica of the plain model runs it"),
     _Row("ModuleWrapper._load_from_state_dict", wrapping.load_from_state_dict, ("self", "state_dict", "prefix"),
          "a fresh model refuses its own checkpoint: the buffers are None until the first forward"),
     _Row("ModuleWrapper._apply_quant_helper", rounding.apply_quant_helper, ("self", "target", "target_space"),
@@ -70,10 +74,15 @@ _ROWS: Tuple[_Row, ...] = (
     _Row("LsqQuantizer.init_scale", lsq.init_parameters, _TRACK, _START),
     _Row("LsqPlusQuantizer.register_scale_zp", lsq.register_parameters, ("self",), _START),
     _Row("LsqPlusQuantizer.init_scale_zp", lsq.init_parameters, _TRACK, _START),
+    _Row("DistillationTargetSpace.__deepcopy__", distilling.copy_without_graph, (),
+         "a model cannot be copied while a layer holds a hidden state"),
+    _Row("TeacherModelBasedDistiller._register_teacher_wrappers", distilling.register_teacher_wrappers, ("self",),
+         "the layers of a teacher in DataParallel are not found"),
 )  # fmt: skip
 
 _INHERITED = {"ModuleWrapper._load_from_state_dict"}
-_ADDED = {"ModuleWrapper._localise_replica"}
+_ADDED = {"ModuleWrapper._localise_replica", "DistillationTargetSpace.__deepcopy__"}
+_ON_IMPORT = {"TeacherModelBasedDistiller._register_teacher_wrappers"}
 
 
 def _fixes() -> List[Fix]:
@@ -88,6 +97,7 @@ def _fixes() -> List[Fix]:
             _DP,
             inherited=row.path in _INHERITED,
             added=row.path in _ADDED,
+            on_import=row.path in _ON_IMPORT,
         )
         for row in _ROWS
     ]

@@ -143,7 +143,13 @@ def _settle(original: Any, shards: List[Dict[Tuple[str, str], Tuple[Optional[Lis
 
 
 def _cut(shapes: List[Any]) -> int:
-    """The dimension along which the batch was cut: the one in which shards differ, else the first."""
+    """The dimension along which the batch was cut: the one in which shards differ, else the first.
+
+    Nothing else is sure: a layer may flatten batch and time, and any size may equal a shard's by chance. So where
+    the batch is not the first dimension (``DataParallel(dim=1)``, activations of time first) and is cut into
+    equal shards, their hidden states are put together along the first. Distil a layer that has the batch first,
+    or have the teacher cut in the same way and compare by ``mse``, which takes the mean over all elements.
+    """
     uneven = [d for d in range(len(shapes[0])) if any(shape[d] != shapes[0][d] for shape in shapes)]
     return uneven[0] if uneven else 0
 

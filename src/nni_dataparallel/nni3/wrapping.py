@@ -8,6 +8,7 @@ which NNI calls after every layer, is left out: it waits for the device each tim
 
 from __future__ import annotations
 
+import types
 from typing import Any, Callable, Dict, FrozenSet, List, Tuple
 
 import torch
@@ -17,7 +18,7 @@ from .. import replicas
 from ..recording import recorded
 from .views import is_parameter, report, spaces_of
 
-__all__ = ["device_of", "forward", "load_from_state_dict", "wrap"]
+__all__ = ["device_of", "forward", "load_from_state_dict", "unwrap", "wrap"]
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 Params = Dict[str, Tensor]
@@ -103,6 +104,17 @@ def wrap(stock: Callable[..., None], self: Any) -> None:
     if norms and "bias" in module._parameters and module.bias is None:
         del module._parameters["bias"]
         module.register_buffer("bias", torch.zeros_like(self.weight[:, 0].reshape(len(self.weight), -1)[:, 0]).detach())
+
+
+def unwrap(stock: Callable[..., None], self: Any) -> None:
+    """``ModuleWrapper.unwrap``: the layer finds its forward in its class again, so that a copy has one of its own.
+
+    NNI leaves the bound method on the layer, which ``nn.DataParallel`` copies as it is.
+    """
+    stock(self)
+    module = self.module
+    if module.__dict__.get("forward") == types.MethodType(type(module).forward, module):
+        del module.__dict__["forward"]
 
 
 def load_from_state_dict(
