@@ -63,6 +63,8 @@ _ROWS: Tuple[_Row, ...] = (
          "a fresh model refuses its own checkpoint: the buffers are None until the first forward"),
     _Row("ModuleWrapper._apply_quant_helper", rounding.apply_quant_helper, ("self", "target", "target_space"),
          "autograd's own gradient tensor is zeroed in place; an all-zero weight gives NaN"),
+    _Row("Quantizer.get_calibration_config", calibration.get_calibration_config, ("self",),
+         "on the CPU it is made of the model's own tensors, which go on changing"),
     _Row("Quantizer.update_calibration_config", calibration.update_calibration_config, ("self", "calibration_config"),
          "ranges are not loaded, learned scales fail, a config that does not fit is half loaded"),
     _Row("QATQuantizer.track_min_max_val", ranges.tracked_once_per_batch(_in_training), _TRACK, _RANGE),
