@@ -15,7 +15,8 @@ PACKAGE = Path(nni_dataparallel.__file__).parent
 # From the ground up. A file imports from floors below its own, or earlier on its own floor.
 FLOORS: List[Set[str]] = [
     {"patching", "statistics", "ownership", "rendezvous"},
-    {"group", "virtual"},
+    {"group", "ranks", "virtual"},
+    {"worker"},
     {"replicas"},
     {"parallel", "recording", "rehearsal"},
     {"nni2", "nni3"},

@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Tuple
 
 from packaging.specifiers import SpecifierSet
 
-from . import parallel
+from . import parallel, ranks
 from .nni2 import pruner_rows
 from .nni2 import rows as nni2
 from .nni3 import rows as nni3
@@ -34,7 +34,7 @@ RELEASES: Tuple[str, ...] = (
 )  # fmt: skip
 """Every NNI release on the package registry that has a PyTorch compressor."""
 
-FIXES: Tuple[Fix, ...] = (*parallel.FIXES, *nni2.FIXES, *pruner_rows.FIXES, *nni3.FIXES)
+FIXES: Tuple[Fix, ...] = (*parallel.FIXES, *ranks.FIXES, *nni2.FIXES, *pruner_rows.FIXES, *nni3.FIXES)
 QUANTIZERS: Dict[str, Tuple[str, ...]] = {
     name: tuple(line[name] for line in (nni2.QUANTIZERS, nni3.QUANTIZERS) if name in line)
     for name in (*nni2.QUANTIZERS, *nni3.QUANTIZERS)

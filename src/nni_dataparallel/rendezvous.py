@@ -25,10 +25,15 @@ class Parcel:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
+        self._maker = threading.get_ident()
         self.ready: Optional[torch.cuda.Event] = None
         if tensor.is_cuda:
             self.ready = torch.cuda.Event()
             self.ready.record(torch.cuda.current_stream(tensor.device))
+
+    def fetch_or_own(self, mine: Tensor) -> Tensor:
+        """The tensor itself for the thread that made it."""
+        return self.tensor if threading.get_ident() == self._maker else self.fetch(mine)
 
     def fetch(self, mine: Tensor) -> Tensor:
         if self.ready is not None:

@@ -1,37 +1,40 @@
-"""Which replica am I? Rank, size and collectives among the threads of one ``nn.DataParallel``.
+"""Collectives among all who share a batch: the replicas of one ``nn.DataParallel``, the ranks of one DDP forward.
 
-Outside a worker thread every function here is the identity, so code that uses it needs no case for
-one device. What makes a thread know its replica is in ``parallel``.
+Where there is nobody else every function here is the identity, so code that uses it needs no case for one device.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from typing import Any, Callable, Dict, FrozenSet, List, Optional, Tuple, TypeVar
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from .group import Group
-from .rendezvous import Parcel, Place
+from . import ranks
+from .ranks import Ranks
+from .rendezvous import Parcel
+from .worker import Replica, current, is_replica, local, rank, recomputing, size
 
 __all__ = [
     "Replica",
+    "Share",
     "all_gather",
     "all_gather_object",
     "all_reduce",
+    "alone",
     "current",
     "defer",
     "is_replica",
     "local",
+    "merge_statistics",
     "rank",
     "recomputing",
+    "share_of",
     "size",
 ]
 
-M = TypeVar("M", bound=Module)
+T = TypeVar("T")
 _OPERATIONS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
@@ -39,163 +42,154 @@ _OPERATIONS: Dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class _Here(threading.local):
-    replica: Optional[Replica] = None
+_local_only = False
 
 
-_here = _Here()
+def merge_statistics(mode: str) -> None:
+    """Whose statistics count: ``"global"``, those of the whole batch (the default), or ``"local"``.
+
+    With ``"local"`` nobody waits for anybody: the statistics are those of replica 0, and of each rank of DDP, of which
+    rank 0's are kept, as torch's batch norm has it. The numbers are then not those of one device.
+
+    Raises
+    ------
+    ValueError
+        For another mode.
+    """
+    global _local_only
+    if mode not in ("global", "local"):
+        raise ValueError(f'statistics are "global" (of the whole batch) or "local" (of replica 0, of each rank), not {mode!r}')
+    _local_only = mode == "local"
 
 
-def current() -> Optional[Replica]:
-    """The replica whose worker thread this is; None outside ``nn.DataParallel``."""
-    return _here.replica
-
-
-def rank() -> int:
-    """Index of this thread's replica, 0 outside ``nn.DataParallel``."""
-    return 0 if _here.replica is None else _here.replica.rank
-
-
-def size() -> int:
-    """Number of replicas of this forward, 1 outside ``nn.DataParallel``."""
-    return 1 if _here.replica is None else _here.replica.group.size
-
-
-def local(module: M) -> M:
-    """The copy of ``module`` that lives where this thread runs; itself outside a replica."""
-    return module if _here.replica is None else _here.replica.local(module)
-
-
-def is_replica(module: Module) -> bool:
-    """Whether ``module`` is a copy that ``nn.DataParallel`` made."""
-    return bool(module.__dict__.get("_is_replica", False))
-
-
-def recomputing() -> bool:
-    """Whether this forward runs inside a backward (activation checkpointing); unknown to torch < 2.0."""
-    task = getattr(torch._C, "_current_graph_task_id", None)
-    return task is not None and task() != -1
+def alone() -> bool:
+    """Whether this thread has nobody to merge statistics with: one device, one rank."""
+    return _local_only or (size() == 1 and ranks.current() is None)
 
 
 def all_reduce(tensor: Tensor, op: str, module: Module, slot: str) -> Tensor:
-    """Combine one tensor of every replica, elementwise.
+    """Combine one tensor of every replica and every rank, elementwise.
 
     Parameters
     ----------
     tensor
-        Same shape and dtype on every replica, on the replica's own device.
+        Same shape and dtype everywhere, on the caller's own device.
     op
-        ``"max"``, ``"min"`` or ``"sum"`` (in the order of the ranks).
+        ``"max"``, ``"min"`` or ``"sum"`` (of replicas in the order of their ranks).
     module, slot
         Where the collective takes place: the module as this thread sees it, and a name within it.
 
     Returns
     -------
     Tensor
-        The combined tensor on the caller's device; ``tensor`` itself where there is one replica.
+        The combined tensor on the caller's device; ``tensor`` itself where there is nobody else.
     """
-    parts = all_gather(tensor, module, slot)
+    if alone():
+        return tensor
+    parcels = _met(Parcel(tensor.detach()), module, slot)
     combine = _OPERATIONS[op]
-    result = parts[0]
-    for part in parts[1:]:
-        result = combine(result, part)
-    return result
+    result: Optional[Tensor] = None
+    for rank_, parcel in parcels:
+        part = tensor if rank_ == rank() else parcel.fetch(tensor)
+        result = part if result is None else combine(result, part)
+    assert result is not None
+    whole: Tensor = result
+    return _across(lambda group: Parcel(group.all_reduce(whole, op)), Parcel(whole), parcels, module, slot).fetch_or_own(tensor)
 
 
 def all_gather(tensor: Tensor, module: Module, slot: str) -> List[Tensor]:
-    """One tensor of every replica, in the order of the ranks, on the caller's device.
+    """The tensors of all replicas, in the order of the batch, on the caller's device; of other ranks one each.
 
-    Parameters are those of :func:`all_reduce`; shapes may differ between replicas.
+    Parameters are those of :func:`all_reduce`; lengths may differ. What a rank's replicas have is joined along dimension 0.
     """
-    here = _here.replica
-    if here is None or here.group.size == 1:
+    if alone():
         return [tensor]
-    parcels = here.group.exchange(here.rank, here.place(module, slot), Parcel(tensor.detach()))
-    return [tensor if r == here.rank else parcel.fetch(tensor) for r, parcel in parcels]
+    parcels = _met(Parcel(tensor.detach()), module, slot)
+    parts = [tensor if r == rank() else parcel.fetch(tensor) for r, parcel in parcels]
+    if ranks.current() is None:
+        return parts
+    mine = torch.cat(parts) if len(parts) > 1 else parts[0]
+    nobody: List[Parcel] = []
+    found = _across(lambda group: [Parcel(part) for part in group.gather(mine)], nobody, parcels, module, slot)
+    return [parcel.fetch_or_own(tensor) for parcel in found]
+
+
+class Share(NamedTuple):
+    """Where this thread's part of a batch lies in it."""
+
+    first: int
+    length: int
+    """Rows of the whole batch."""
+    numel: int
+    """Elements of the whole batch."""
+
+
+def share_of(length: int, numel: int, module: Module, slot: str) -> Share:
+    """What this thread's ``length`` rows and ``numel`` elements are of the whole batch."""
+    if alone():
+        return Share(0, length, numel)
+    parts = _met((length, numel), module, slot)
+    mine = [sum(part[i] for _, part in parts) for i in (0, 1)]
+    own = ranks.current()
+    others = _across(lambda group: group.gather_numbers(mine), [tuple(mine)], parts, module, slot)
+    before = sum(part[0] for part in others[: own.rank]) if own is not None else 0
+    before += sum(part[0] for r, part in parts if r < rank())
+    return Share(before, sum(part[0] for part in others), sum(part[1] for part in others))
 
 
 def all_gather_object(value: Any, module: Module, slot: str) -> List[Any]:
-    """As :func:`all_gather`, for a Python value that holds no tensor (a count): no device takes part."""
-    here = _here.replica
+    """A Python value of every replica of this process, by rank."""
+    return [given for _, given in _met(value, module, slot)]
+
+
+def _met(value: Any, module: Module, slot: str) -> List[Tuple[int, Any]]:
+    """``(rank, value)`` of the replicas of this process."""
+    here = current()
     if here is None or here.group.size == 1:
-        return [value]
-    return [given for _, given in here.group.exchange(here.rank, here.place(module, slot), value)]
+        return [(rank(), value)]
+    return here.group.exchange(here.rank, here.place(module, slot), value)
 
 
-def defer(value: Any, module: Module, slot: str, settle: Callable[[List[Any]], None]) -> None:
+def _across(work: Callable[[Ranks], T], default: T, met: List[Tuple[int, Any]], module: Module, slot: str) -> T:
+    """What ``work`` finds out with the other ranks; ``default`` where there are none.
+
+    Where a process has several replicas, the first of those that met speaks for all.
+    """
+    group = ranks.current()
+    if group is None:
+        return default
+    leads = met[0][0] == rank()
+    found = work(group) if leads else None
+    if len(met) > 1:
+        found = next(given for _, given in _met(found, module, f"{slot} of all ranks") if given is not None)
+    assert found is not None
+    return found
+
+
+def defer(
+    value: Any,
+    module: Module,
+    slot: str,
+    settle: Callable[[List[Any]], None],
+    join: Optional[Callable[[List[Tensor]], Tensor]] = None,
+) -> None:
     """Call ``settle`` with the values of all replicas, by rank, when the forward is done; nobody waits.
 
     For state that is not a buffer (an observer, a dict): replicas share the object, so none of
     them may write to it. Outside a replica ``settle([value])`` is called at once. If the forward
     raises, nothing is settled.
+
+    With ``join``, which makes one tensor of those of a process, the tensors of other ranks are settled, too.
     """
-    here = _here.replica
+    here = current()
+
+    def settle_all(values: List[Any]) -> None:
+        group = None if _local_only else ranks.current()
+        settle(values if join is None or group is None else group.gather(join(values)))
+
     if here is None:
-        settle([value])
-    else:
-        here.group.defer(here.rank, here.place(module, slot), value, settle)
-
-
-class Replica:
-    """One worker thread of a parallel forward: its module, its rank, its group."""
-
-    def __init__(self, module: Module, network: Optional[Module], group: Group, rank: int) -> None:
-        self.module = module
-        self.network = network
-        self.group = group
-        self.rank = rank
-        self.begun = False
-        self.fatal: Optional[BaseException] = None
-        self.homes: Dict[int, Dict[str, Tensor]] = {}
-        self._visits: Counter[Tuple[int, str]] = Counter()
-        self._positions: Optional[Dict[int, int]] = None
-        self._copies: Optional[Dict[int, Module]] = None
-        self._network_modules: Optional[List[Module]] = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.begun = True
-        outer = _here.replica
-        _here.replica = self
-        try:
-            return self.module(*args, **kwargs)
-        except Exception:
-            raise
-        except BaseException as error:  # torch's worker loses these: KeyboardInterrupt, SystemExit
-            self.fatal = error
-            raise
-        finally:
-            _here.replica = outer
-            self.group.leave(self.rank)
-
-    def position(self, module: Module) -> int:
-        """Index of a replica's module in ``modules()``, the same on every replica; -1 if foreign."""
-        if self._positions is None:
-            self._positions = {id(m): i for i, m in enumerate(self.module.modules())}
-        return self._positions.get(id(module), -1)
-
-    def place(self, module: Module, slot: str) -> Place:
-        position = self.position(module)
-        self._visits[(position, slot)] += 1
-        name = f"{slot} of layer {position} ({type(module).__name__})"
-        return Place(self._visits[(position, slot)], position, slot, getattr(module, "name", name))
-
-    def note_update(self, module: Module, names: FrozenSet[str]) -> None:
-        """Tell the group that ``module``'s buffers ``names`` were updated here."""
-        with self.group.changed:
-            self.group.updated.setdefault(self.position(module), []).append((self.rank, module, names))
-
-    def local(self, module: M) -> M:
-        """This replica's copy of the network's ``module``; ``module`` where there is none."""
-        if self._copies is None:
-            self._copies = {id(o): c for o, c in zip(self._originals(), self.module.modules())}
-        return self._copies.get(id(module), module)  # type: ignore[return-value]
-
-    def original(self, module: Module) -> Optional[Module]:
-        """The network's module that ``module`` is a copy of."""
-        position, originals = self.position(module), self._originals()
-        return originals[position] if 0 <= position < len(originals) else None
-
-    def _originals(self) -> List[Module]:
-        if self._network_modules is None:
-            self._network_modules = [] if self.network is None else list(self.network.modules())
-        return self._network_modules
+        settle_all([value])
+    elif not _local_only:
+        here.group.defer(here.rank, here.place(module, slot), value, settle_all)
+    elif here.rank == 0:
+        here.group.defer(0, here.place(module, slot), value, settle_all)

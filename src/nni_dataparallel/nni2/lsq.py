@@ -9,7 +9,7 @@ weights of a quantised layer are never trained.
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -72,21 +72,22 @@ def quantize_weight(stock: Callable[..., Tensor], self: Any, wrapper: Any, **kwa
     return quantised
 
 
-def _whole(x: Tensor, wrapper: Any, slot: str, starting: bool) -> Tuple[int, List[Tensor]]:
-    """Number of elements of the whole batch, and with ``starting`` also sum and count of ``|x|`` per shard."""
-    known: Dict[Tuple[str, int], int] = wrapper.__dict__.setdefault("shard_sizes", {}) if replicas.is_replica(wrapper) else {}
+def _whole(x: Tensor, wrapper: Any, slot: str, starting: bool) -> Tuple[int, Optional[Tensor]]:
+    """Number of elements of the whole batch, and with ``starting`` also the mean of ``|x|``."""
+    known: Dict[Tuple[str, int], int] = wrapper.__dict__.setdefault("shard_sizes", {})
     key = (slot, x.numel())
-    if replicas.current() is None:  # one device; or a replica whose forward is recomputed in backward
-        return known.get(key, x.numel()), []
-    shards: List[Tensor] = []
+    if replicas.alone():
+        # A forward that is recomputed in backward knows what the forward was told.
+        recomputed = replicas.recomputing() or (replicas.current() is None and replicas.is_replica(wrapper))
+        return known.get(key, x.numel()) if recomputed else x.numel(), None
+    mean = None
     if starting:
-        size = torch.tensor(float(x.numel()), dtype=torch.float64, device=x.device)
-        shards = replicas.all_gather(torch.stack((x.detach().abs().sum(dtype=torch.float64), size)), wrapper, slot)
-        sizes = [int(shard[1]) for shard in shards]
+        count = torch.tensor(float(x.numel()), dtype=torch.float64, device=x.device)
+        total = replicas.all_reduce(torch.stack((x.detach().abs().sum(dtype=torch.float64), count)), "sum", wrapper, slot)
+        known[key], mean = int(total[1]), total[0] / total[1]
     else:
-        sizes = replicas.all_gather_object(x.numel(), wrapper, slot)
-    known[key] = sum(sizes)
-    return known[key], shards
+        known[key] = replicas.share_of(0, x.numel(), wrapper, slot).numel
+    return known[key], mean
 
 
 def _activation(self: Any, x: Tensor, wrapper: Any, slot: str) -> Tensor:
@@ -94,20 +95,15 @@ def _activation(self: Any, x: Tensor, wrapper: Any, slot: str) -> Tensor:
     starting = read_steps(self) == 1 and not replicas.recomputing() and not was_calibrated(wrapper)
     if starting and replicas.current() is None and replicas.is_replica(wrapper):
         starting = False  # recomputed by a torch that cannot tell
-    numel, shards = _whole(x, wrapper, slot, starting)
+    numel, mean = _whole(x, wrapper, slot, starting)
     if starting:
         scale = getattr(module, f"{slot}_scale")
-        # Not in half precision, whatever the activations are in.
-        mean = _mean(shards) if shards else x.detach().abs().mean(dtype=torch.promote_types(x.dtype, scale.dtype))
+        if mean is None:  # not in half precision, whatever the activations are in
+            mean = x.detach().abs().mean(dtype=torch.promote_types(x.dtype, scale.dtype))
         start = _started((mean * 2 / (getattr(module, f"{slot}_qmax") ** 0.5)).to(scale.dtype)).reshape(scale.shape)
         scale.data.copy_(start)
         _start_original(wrapper, f"{slot}_scale", start)
     return _rounded(self, x, module, slot, numel)
-
-
-def _mean(shards: List[Tensor]) -> Tensor:
-    total = torch.stack(shards).sum(0)
-    return total[0] / total[1]
 
 
 def _start_original(wrapper: Any, name: str, start: Tensor) -> None:

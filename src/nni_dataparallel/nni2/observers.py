@@ -38,7 +38,7 @@ def rounded_by_layer(self: Any, x: Tensor, module: Any, bits: int) -> Tensor:
 
 def merged_range(x: Tensor, wrapper: Any, slot: str, dims: Optional[Sequence[int]] = None) -> Tuple[Tensor, Tensor]:
     """Range of the whole batch, of which ``x`` is this replica's shard: one collective for both ends."""
-    if replicas.size() == 1:
+    if replicas.alone():
         return batch_range(x, dims)
     if x.numel():
         low, high = batch_range(x, dims)

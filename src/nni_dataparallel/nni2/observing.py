@@ -20,7 +20,7 @@ def record(stock: Callable[..., None], self: Any, wrapper: Any, quant_type: str,
     """``ObserverQuantizer.record``: once per forward, the shards in their order."""
     if replicas.recomputing():
         return
-    if replicas.current() is None:
+    if replicas.alone():
         stock(self, wrapper, quant_type, tensor)
         return
     # Releases differ in whether an input comes in a tuple.
@@ -29,11 +29,12 @@ def record(stock: Callable[..., None], self: Any, wrapper: Any, quant_type: str,
     def settle(shards: List[Tensor]) -> None:
         parts = shards[:1] if quant_type == "weight" else shards
         # Flat, since shards may be cut along any dimension; the histogram does not look at shapes.
-        stock(self, wrapper, quant_type, torch.cat([part.flatten() for part in parts]))
+        stock(self, wrapper, quant_type, torch.cat(parts))
 
     # A copy, since an in-place activation behind this layer writes into what was seen here; on the host, where
     # the histograms are.
-    replicas.defer(seen.detach().to("cpu", copy=True), wrapper, f"record {quant_type}", settle)
+    seen = seen.detach().to("cpu", copy=True).flatten()
+    replicas.defer(seen, wrapper, f"record {quant_type}", settle, None if quant_type == "weight" else torch.cat)
 
 
 def quantize_weight(stock: Callable[..., Any], self: Any, wrapper: Any, **kwargs: Any) -> Optional[Tensor]:

@@ -38,17 +38,17 @@ def once_per_batch(hook: Hook) -> Hook:
     def collect(module: Module, inputs: Any, output: Tensor) -> Any:
         if replicas.recomputing():  # activation checkpointing: this batch was collected in the forward
             return None
-        here = replicas.current()
-        if here is None:
+        if replicas.alone() and replicas.current() is None:
             return hook(module, inputs, output)
-        original = here.original(module)
+        here = replicas.current()
+        original = None if here is None else here.original(module)
         layer = module if original is None else original
 
         def settle(shards: List[Tensor]) -> None:
             hook(layer, (), _whole(shards))
 
         # A copy, since an in-place activation behind this layer writes into what was seen here.
-        replicas.defer(output.detach().clone(), module, "activation", settle)
+        replicas.defer(output.detach().clone(), module, "activation", settle, _whole)
         return None
 
     return collect

@@ -2,7 +2,8 @@
 
 Zhou et al., "DoReFa-Net" (2016) quantise the gradient of a layer with uniform noise, one number per sample.
 Whichever replica comes to a layer first in backward draws the whole batch's numbers, as one device would;
-each takes those of its own rows.
+each takes those of its own rows. The ranks of DDP draw the batch's numbers each by itself: they are the same where all
+ranks have the same seed, and noise all the same where not.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from .. import replicas
 from ..rendezvous import Parcel
+from ..replicas import Share
 from ..statistics import smallest_divisor
 from .ranges import extremes
 
@@ -22,19 +24,18 @@ __all__ = ["quant_dequant_gradient_hook", "update_scale_zp"]
 
 
 class _Noise:
-    """The numbers of one layer in one backward, drawn once on the device of the first replica."""
+    """The numbers of one layer in one backward, drawn once in this process, on the device of its first replica."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._lock = device, threading.Lock()
         self._drawn: List[Parcel] = []
-        self.length = 0
 
-    def of(self, index: int, first: int, peak: Tensor) -> Tensor:
+    def of(self, index: int, rows: Share, peak: Tensor) -> Tensor:
         with self._lock:
             while len(self._drawn) <= index:  # one per gradient that the layer gets
-                noise = peak.new_zeros((self.length, *peak.shape[1:]), device=self._device).uniform_(-0.5, 0.5)
+                noise = peak.new_zeros((rows.length, *peak.shape[1:]), device=self._device).uniform_(-0.5, 0.5)
                 self._drawn.append(Parcel(noise))
-            return self._drawn[index].fetch(peak)[first : first + len(peak)]
+            return self._drawn[index].fetch(peak)[rows.first : rows.first + len(peak)]
 
 
 def update_scale_zp(stock: Callable[..., None], self: Any, wrapper: Any, target_name: str, target: Any) -> None:
@@ -49,18 +50,12 @@ def update_scale_zp(stock: Callable[..., None], self: Any, wrapper: Any, target_
 
 
 def _agree_on_noise(wrapper: Any, output: Tensor) -> None:
-    here = replicas.current()
     module = wrapper.module
-    if here is None or here.group.size == 1 or not output.dim() or not torch.is_grad_enabled():
+    if replicas.alone() or not output.dim() or not torch.is_grad_enabled() or not getattr(module, "_backward_pre_hooks", None):
         return
-    if not getattr(module, "_backward_pre_hooks", None):
-        return
-    mine = (here.rank, len(output), _Noise(output.device))
-    parts: List[Tuple[int, int, _Noise]] = replicas.all_gather_object(mine, wrapper, "noise")
-    noise = parts[0][2]
-    noise.length = sum(length for _, length, _ in parts)
-    first = sum(length for rank, length, _ in parts if rank < here.rank)
-    module.__dict__.setdefault("noise", []).append((first, noise))
+    rows = replicas.share_of(len(output), output.numel(), wrapper, "noise")
+    noise = replicas.all_gather_object(_Noise(output.device), wrapper, "the same noise")[0]
+    module.__dict__.setdefault("noise", []).append((rows, noise))
 
 
 def quant_dequant_gradient_hook(stock: Callable[..., None], self: Any, target_space: Any) -> None:
@@ -72,7 +67,7 @@ def quant_dequant_gradient_hook(stock: Callable[..., None], self: Any, target_sp
     bits, qmin, qmax = target_space.quant_bits, target_space.qmin, target_space.qmax
     levels = 2**bits - 1
 
-    def quantise(grad: Tensor, shared: Optional[Tuple[int, _Noise]], index: int) -> Tensor:
+    def quantise(grad: Tensor, shared: Optional[Tuple[Share, _Noise]], index: int) -> Tensor:
         ends = torch.tensor([1.0 + 0.5 / levels, -0.5 / levels], device=grad.device)
         scale, zero_point = init_scale_zp(ends[0], ends[1], qmax, qmin, "affine")
         peak = grad.detach().abs().amax(tuple(range(1, grad.dim())), keepdim=True)

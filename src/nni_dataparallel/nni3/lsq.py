@@ -74,20 +74,22 @@ def init_parameters(stock: Callable[..., None], self: Any, wrapper: Any, target_
     if self.is_init or replicas.recomputing() or not self.check_target(wrapper, target_name):
         return
     here = replicas.current()
+    space = wrapper.quantization_target_spaces[target_name]
+    spread = not is_parameter(space) and space._scaler is not None
+    shape = whole_shape(wrapper, target_name, target) if spread else target.shape
+    target = target.detach().new_empty(1).expand(shape)  # NNI looks at shape and device only
     if here is None:
         if not replicas.is_replica(wrapper):
             _start(stock, self, wrapper, target_name, target)
         return  # a replica outside its thread recomputes a forward whose scales it has
     original: Any = here.original(wrapper)
     names = _names(original, target_name)
-    space = wrapper.quantization_target_spaces[target_name]
-    shape = target.shape if is_parameter(space) or space._scaler is None else whole_shape(wrapper, target_name, target)
     started = wrapper.__dict__.get("started", ())
     holders = {name: holder_of(wrapper, name) for name in names}
     mine = {name: holder[name] for name, holder in holders.items()}
     for name, holder in holders.items():
         holder[name] = mine[name].detach().clone()
-    stock(self, wrapper, target_name, target.detach().new_empty(1).expand(shape))
+    stock(self, wrapper, target_name, target)
     values = {name: holders[name][name].detach().to(mine[name].dtype) for name in names if name not in started}
     for name, holder in holders.items():
         holder[name] = mine[name]

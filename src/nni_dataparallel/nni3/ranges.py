@@ -8,24 +8,16 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from .. import replicas
+from ..replicas import Share
 from .views import is_parameter
 
-__all__ = ["Rows", "extremes", "kernel_of", "positional", "rows_of", "tracked_once_per_batch", "whole_shape"]
-
-
-class Rows(NamedTuple):
-    """Where a shard lies in its batch."""
-
-    first: int
-    length: int
-    numel: int
-    """Elements of the whole batch."""
+__all__ = ["extremes", "kernel_of", "positional", "rows_of", "tracked_once_per_batch", "whole_shape"]
 
 
 def kernel_of(space: Any, dims: int) -> List[int]:
@@ -41,19 +33,16 @@ def positional(space: Any, dims: int) -> bool:
     return space._scaler is not None and dims > 0 and kernel_of(space, dims)[0] != -1
 
 
-def rows_of(wrapper: Any, name: str, x: Tensor) -> Optional[Rows]:
-    """Where ``x``, the target ``name`` on this replica, lies in its batch; None on one device."""
-    if not replicas.is_replica(wrapper):
-        return None
-    known: Dict[Tuple[str, Tuple[int, ...]], Rows] = wrapper.__dict__.setdefault("known_rows", {})
+def rows_of(wrapper: Any, name: str, x: Tensor) -> Optional[Share]:
+    """Where ``x``, the target ``name`` as this thread sees it, lies in its batch; None on one device."""
+    known: Dict[Tuple[str, Tuple[int, ...]], Share] = wrapper.__dict__.setdefault("known_rows", {})
     key = (name, tuple(x.shape))
-    here = replicas.current()
-    if here is not None:
-        mine = (here.rank, x.shape[0] if x.dim() else 0, x.numel())
-        parts = replicas.all_gather_object(mine, wrapper, f"rows of {name}")
-        first = sum(length for rank, length, _ in parts if rank < here.rank)
-        known[key] = Rows(first, sum(part[1] for part in parts), sum(part[2] for part in parts))
-    return known.get(key)  # a forward that is recomputed in backward knows what it was told
+    if replicas.alone():
+        # A forward that is recomputed in backward knows what the forward was told.
+        recomputed = replicas.recomputing() or (replicas.current() is None and replicas.is_replica(wrapper))
+        return known.get(key) if recomputed else None
+    known[key] = replicas.share_of(x.shape[0] if x.dim() else 0, x.numel(), wrapper, f"rows of {name}")
+    return known[key]
 
 
 def whole_shape(wrapper: Any, name: str, x: Tensor) -> Tuple[int, ...]:
@@ -64,7 +53,7 @@ def whole_shape(wrapper: Any, name: str, x: Tensor) -> Tuple[int, ...]:
 
 def extremes(x: Tensor, wrapper: Any, space: Any) -> Tensor:
     """A tensor with the extremes of the whole batch, by the blocks that share a scale; ``x`` itself on one device."""
-    if replicas.size() == 1 or is_parameter(space):
+    if replicas.alone() or is_parameter(space):
         return x
     name, x = space._target_name, x.detach()
     if positional(space, x.dim()):

@@ -9,7 +9,7 @@ which NNI calls after every layer, is left out: it waits for the device each tim
 from __future__ import annotations
 
 import types
-from typing import Any, Callable, Dict, FrozenSet, List, Tuple
+from typing import Any, Callable, Dict, FrozenSet, List
 
 import torch
 from torch import Tensor, nn
@@ -77,18 +77,21 @@ def _note_bias_error(self: Any, unquantised: Any, outputs: Any) -> None:
     error = (unquantised - outputs).sum(tuple(range(unquantised.dim() - 1)))
     count = unquantised[..., 0].numel()
     here = replicas.current()
-    if here is None:
-        _add_bias_error(self, [(error, count)])
-    else:
-        original = here.original(self)
-        replicas.defer((error, count), self, "bias correction", lambda parts: _add_bias_error(original, parts))
+    wrapper = self if here is None else here.original(self)
+    # Errors and count in one row, for the way to the other ranks.
+    noted = torch.cat([error.to(torch.promote_types(error.dtype, torch.float32)), torch.tensor([count], device=error.device)])[None]
+    replicas.defer(noted, self, "bias correction", lambda parts: _add_bias_error(wrapper, parts), _in_rows)
 
 
-def _add_bias_error(wrapper: Any, parts: List[Tuple[Tensor, int]]) -> None:
-    for error, count in parts:
-        total = wrapper.__dict__.get("bias_correction")
+def _in_rows(parts: List[Tensor]) -> Tensor:
+    return torch.cat([part.to(parts[0].device) for part in parts])
+
+
+def _add_bias_error(wrapper: Any, parts: List[Tensor]) -> None:
+    for row in _in_rows(parts):
+        total, error = wrapper.__dict__.get("bias_correction"), row[:-1]
         wrapper.bias_correction = error if total is None else total + error.to(total.device)
-        wrapper.bias_element_num = wrapper.__dict__.get("bias_element_num", 0) + count
+        wrapper.bias_element_num = wrapper.__dict__.get("bias_element_num", 0) + int(row[-1])
 
 
 def wrap(stock: Callable[..., None], self: Any) -> None:

@@ -1,0 +1,43 @@
+"""Start the ranks of a DDP run, wait for them with a limit, and read what they left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Dict, List
+
+import torch
+
+WORKER = Path(__file__).parent / "ddp_worker.py"
+
+
+def launch(script: Path, world: int, *arguments: str, limit: float = 300.0) -> List[subprocess.Popen]:
+    """Run ``script RANK WORLD ...`` in ``world`` processes; the first that fails ends the others."""
+    command = [sys.executable, str(script)]
+    environment = {**__import__("os").environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(p for p in sys.path if p)}
+    processes = [
+        subprocess.Popen([*command, str(rank), str(world), *arguments], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(world)
+    ]
+    end = time.monotonic() + limit
+    while any(process.poll() is None for process in processes) and time.monotonic() < end:
+        time.sleep(0.1)
+    late = [rank for rank, process in enumerate(processes) if process.poll() is None]
+    for process in processes:
+        process.kill()
+    if late:
+        raise TimeoutError(f"ranks {late} of {world} were still running after {limit} s: {' '.join(command)}")
+    return processes
+
+
+def run(world: int, way: str) -> List[Dict[str, Any]]:
+    """What each rank of a run over all cases left: case -> record, or the error in words."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes = launch(WORKER, world, folder, way)
+        for rank, process in enumerate(processes):
+            if process.returncode:
+                raise RuntimeError(f"rank {rank} of {world} failed:\n{process.stderr.read()[-3000:]}")
+        return [dict(torch.load(Path(folder) / f"{rank}.pt", weights_only=False)) for rank in range(world)]
