@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 from ..patching import Fix
-from . import calibration, dorefa, lsq, ranges, rounding, views, wrapping
+from . import calibration, construction, dorefa, lsq, ranges, rounding, views, wrapping
 
 __all__ = ["FIXES", "PACKAGES", "QUANTIZERS"]
 
@@ -21,6 +21,7 @@ QUANTIZERS: Dict[str, str] = dict.fromkeys(_NAMES, LINE)
 
 _HOMES = {
     "ModuleWrapper": "base.wrapper",
+    "Compressor": "base.compressor",
     "Quantizer": "base.compressor",
     "QATQuantizer": "quantization.qat_quantizer",
     "LsqQuantizer": "quantization.lsq_quantizer",
@@ -50,6 +51,12 @@ def _always(quantizer: Any, wrapper: Any, target_name: str) -> bool:
 
 
 _ROWS: Tuple[_Row, ...] = (
+    _Row("Compressor.__init__", construction.compressor_init, ("self", "model", "config_list"),
+         "every layer of a DataParallel is called module.<name>; a config that matches nothing goes unnoticed"),
+    _Row("Compressor.compress", construction.compress, ("self", "max_steps", "max_epochs"),
+         "a model that was given in a DataParallel is expected back in it"),
+    _Row("Compressor._fusion_compress", construction.fusion_compress, ("self", "max_steps", "max_epochs"),
+         "a DataParallel that was given to the compressor is what the user's functions expect"),
     _Row("ModuleWrapper._localise_replica", views.localise, (),
          "every replica runs the original's wrapper, module and fused modules"),
     _Row("ModuleWrapper.forward", wrapping.forward, ("self",),
