@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 from ..patching import Fix
-from . import calibration, construction, dorefa, lsq, ranges, rounding, views, wrapping
+from . import calibration, construction, dorefa, evaluators, lsq, ranges, rounding, views, wrapping
 
 __all__ = ["FIXES", "PACKAGES", "QUANTIZERS"]
 
@@ -28,9 +28,12 @@ _HOMES = {
     "LsqPlusQuantizer": "quantization.lsqplus_quantizer",
     "DoReFaQuantizer": "quantization.dorefa_quantizer",
     "PtqQuantizer": "quantization.ptq_quantizer",
+    "TransformersEvaluator": "utils.evaluator",
+    "LightningEvaluator": "utils.evaluator",
 }
 _DP = "nni#5687"
 _TRACK = ("self", "wrapper", "target_name", "target")
+_TASKS = ("before_step_tasks", "after_step_tasks")
 _RANGE = "every replica tracks the range of its own shard, and loses it"
 _START = "a learned scale is started by rebinding it: lost on replicas, of another size than the optimizer's"
 
@@ -77,6 +80,12 @@ _ROWS: Tuple[_Row, ...] = (
     _Row("LsqQuantizer.init_scale", lsq.init_parameters, _TRACK, _START),
     _Row("LsqPlusQuantizer.register_scale_zp", lsq.register_parameters, ("self",), _START),
     _Row("LsqPlusQuantizer.init_scale_zp", lsq.init_parameters, _TRACK, _START),
+    _Row("TransformersEvaluator.patch_optimizer_step", evaluators.patch_optimizer_step, ("self", *_TASKS),
+         "takes every Trainer since transformers 4.31 for one with DeepSpeed; the last caller's tasks replace all others"),
+    _Row("TransformersEvaluator.patch_loss", evaluators.patch_loss, ("self", "patch"),
+         "compute_loss has one more argument since transformers 4.46"),
+    _Row("LightningEvaluator.train", evaluators.train_lightning, ("self", "max_steps", "max_epochs"),
+         "the setting that max_steps is written to cannot be set in Lightning 2.x"),
 )  # fmt: skip
 
 _INHERITED = {"ModuleWrapper._load_from_state_dict"}
