@@ -103,6 +103,7 @@ class Script:
 
     def __init__(self, inside: Callable[[nn.Module], nn.Module] = whole, before: Callable[[nn.Module], nn.Module] = whole) -> None:
         self.left, self.inside = Left(), inside
+        self.no_grad: Any = torch.no_grad
         self.net = make_net()
         self.model = before(self.net)
         self.seen: List[nn.Module] = []
@@ -128,7 +129,7 @@ class Script:
         self.seen.append(model)
         model = self.inside(model)
         model.eval()
-        with torch.no_grad():
+        with self.no_grad():
             self.left.metrics += [self.training_step(batch, model).item() for batch in data(seed=2)]
         return self.left.metrics[-1]
 

@@ -16,7 +16,7 @@ import torch
 from evaluating import FUSED, INT8, STEPS, SUBJECTS, Script, differences, reference, replicated, run, script_for
 from harness import LEARNING_RATE
 from nni.compression.pruning import L1NormPruner, SlimPruner
-from nni.compression.quantization import QATQuantizer
+from nni.compression.quantization import PtqQuantizer, QATQuantizer
 from nni.compression.utils import TorchEvaluator
 from torch import Tensor, nn
 
@@ -24,7 +24,7 @@ import nni_dataparallel
 from nni_dataparallel import patch, patched, rehearse
 
 each_order = pytest.mark.parametrize("order", ["inside", "before"])
-QAT, QAT_FUSED, LSQ = SUBJECTS[:3]
+QAT, QAT_FUSED, LSQ, PTQ = SUBJECTS[:4]
 CONV = {"op_types": ["Conv2d"], "target_names": ["weight"], **INT8}
 
 
@@ -131,6 +131,16 @@ def test_groups_of_parameters_and_a_scheduler(order: str) -> None:
     with patched():
         found = trained(script_for(order, 3))
     assert differences(expected, found) == []
+
+
+@each_order
+def test_calibrating_in_inference_mode(order: str) -> None:
+    """PtqQuantizer, whose evaluating function uses torch.inference_mode()."""
+    script = script_for(order, 3)
+    script.no_grad = torch.inference_mode
+    with patched():
+        run(PTQ, PtqQuantizer, script)
+    assert differences(reference(PTQ), script.left) == []
 
 
 def test_a_compressor_made_from_another() -> None:

@@ -6,6 +6,7 @@ one device. What makes a thread know its replica is in ``parallel``.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from typing import Any, Callable, Dict, FrozenSet, List, Optional, Tuple, TypeVar
@@ -145,6 +146,8 @@ class Replica:
         self.group = group
         self.rank = rank
         self.begun = False
+        # Worker threads take over autograd's mode, not this one, and may then not update what it has made.
+        self._inference = torch.is_inference_mode_enabled()
         self.fatal: Optional[BaseException] = None
         self.homes: Dict[int, Dict[str, Tensor]] = {}
         self._visits: Counter[Tuple[int, str]] = Counter()
@@ -157,7 +160,8 @@ class Replica:
         outer = _here.replica
         _here.replica = self
         try:
-            return self.module(*args, **kwargs)
+            with torch.inference_mode() if self._inference else contextlib.nullcontext():
+                return self.module(*args, **kwargs)
         except Exception:
             raise
         except BaseException as error:  # torch's worker loses these: KeyboardInterrupt, SystemExit
