@@ -1,7 +1,6 @@
-"""Evaluators of NNI 3.0 with releases of ``transformers`` and Lightning that came after it.
+"""The evaluators of NNI 3.0 for Hugging Face's Trainer and for Lightning.
 
-Both evaluators work with the releases of mid 2023 only. What is repaired here has nothing to do with DataParallel,
-but without it there is no training to run on it.
+Both work with the releases of mid 2023 only; with later ones there would be no training to run on DataParallel.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any, Callable, List
 
 from torch import Tensor
 
-__all__ = ["patch_loss", "patch_optimizer_step", "train_lightning"]
+__all__ = ["patch_loss", "patch_loss_lightning", "patch_optimizer_step", "revert_loss_lightning", "train_lightning"]
 
 Tasks = List[Callable[[], Any]]
 
@@ -71,3 +70,27 @@ def train_lightning(stock: Callable[..., None], self: Any, max_steps: Any = None
         stock(self, None, max_epochs)
     finally:
         traced.trace_kwargs = arguments
+
+
+def patch_loss_lightning(stock: Callable[..., None], self: Any, patch: Callable[[Tensor, Any], Tensor]) -> None:
+    """``LightningEvaluator.patch_loss``: under Lightning 1.x' ``dp`` the loss is computed by the replicas, one per shard.
+
+    Raises
+    ------
+    NotImplementedError
+        Where what is to be added to the loss would be computed by every replica, from what is not its own.
+    """
+    if type(self.trainer.strategy).__name__ == "DataParallelStrategy":
+        raise NotImplementedError(
+            "SlimPruner, MovementPruner and the distillers add to the loss, which Lightning's strategy 'dp' computes once on "
+            "every replica: this is not covered. Use TorchEvaluator with nn.DataParallel, or Lightning on one device."
+        )
+    stock(self, patch)
+
+
+def revert_loss_lightning(stock: Callable[..., None], self: Any) -> None:
+    """``LightningEvaluator.revert_loss``: leave no method in the model, which every replica would call on the original."""
+    stock(self)
+    own = vars(self.model)
+    if getattr(own.get("training_step"), "__func__", None) is type(self.model).training_step:
+        del own["training_step"]

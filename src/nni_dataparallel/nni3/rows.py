@@ -84,6 +84,10 @@ _ROWS: Tuple[_Row, ...] = (
          "takes every Trainer since transformers 4.31 for one with DeepSpeed; the last caller's tasks replace all others"),
     _Row("TransformersEvaluator.patch_loss", evaluators.patch_loss, ("self", "patch"),
          "compute_loss has one more argument since transformers 4.46"),
+    _Row("LightningEvaluator.patch_loss", evaluators.patch_loss_lightning, ("self", "patch"),
+         "the replicas of Lightning's dp run the original's training_step"),
+    _Row("LightningEvaluator.revert_loss", evaluators.revert_loss_lightning, ("self",),
+         "after compress() the replicas of Lightning's dp run the original's training_step"),
     _Row("LightningEvaluator.train", evaluators.train_lightning, ("self", "max_steps", "max_epochs"),
          "the setting that max_steps is written to cannot be set in Lightning 2.x"),
 )  # fmt: skip
