@@ -14,7 +14,7 @@ if not RELEASE.startswith("3.0") or "rc" in RELEASE:
 import nni
 import torch
 from evaluating import FUSED, INT8, STEPS, SUBJECTS, Script, differences, reference, replicated, run, script_for
-from harness import LEARNING_RATE
+from harness import LEARNING_RATE, unequal
 from nni.compression.pruning import L1NormPruner, SlimPruner
 from nni.compression.quantization import PtqQuantizer, QATQuantizer
 from nni.compression.utils import TorchEvaluator
@@ -25,6 +25,7 @@ from nni_dataparallel import patch, patched, rehearse
 
 each_order = pytest.mark.parametrize("order", ["inside", "before"])
 QAT, QAT_FUSED, LSQ, PTQ = SUBJECTS[:4]
+PRUNED = [{"op_types": ["Conv2d"], "sparse_ratio": 0.5}]
 CONV = {"op_types": ["Conv2d"], "target_names": ["weight"], **INT8}
 
 
@@ -143,11 +144,27 @@ def test_calibrating_in_inference_mode(order: str) -> None:
     assert differences(reference(PTQ), script.left) == []
 
 
+def test_a_pruner_without_an_evaluator() -> None:
+    """Its masks have plain names, the DataParallel comes back."""
+    script = script_for("before", 2)
+    expected = L1NormPruner(Script().net, PRUNED).compress()[1]
+    with patched():
+        model, masks = L1NormPruner(script.model, PRUNED).compress()
+    assert model is script.model
+    assert unequal("masks", expected, masks) == []
+
+
+def test_training_without_an_evaluator() -> None:
+    """NNI's own error, of a model in a DataParallel as well."""
+    with patched(), pytest.raises(AssertionError):
+        QATQuantizer(script_for("before", 2).model, copy.deepcopy(QAT.config), None).compress(1, None)
+
+
 def test_a_compressor_made_from_another() -> None:
     """Pruned first, quantised with what that left: the DataParallel is still the one that was given first."""
 
     def compressed(script: Script) -> Any:
-        pruner = SlimPruner(script.model, [{"op_types": ["Conv2d"], "sparse_ratio": 0.5}], script.evaluator(), 2)
+        pruner = SlimPruner(script.model, PRUNED, script.evaluator(), 2)
         quantizer = QATQuantizer.from_compressor(pruner, copy.deepcopy(QAT.config))
         model, config = quantizer.compress(STEPS, None)
         assert model is script.model

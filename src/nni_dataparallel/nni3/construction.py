@@ -93,13 +93,16 @@ def _called_with(evaluator: Any, parallel: Optional[nn.Module]) -> Iterator[None
 
     NNI's own code goes on seeing the plain model: it looks up parameters by their names.
     """
-    mine = {name: function for name, function in vars(evaluator).items() if name in ("training_func", "evaluating_func")}
-    wrapped = {} if parallel is None else {name: _with(function, parallel) for name, function in mine.items() if function}
-    vars(evaluator).update(wrapped)
+    if parallel is None or evaluator is None:
+        yield
+        return
+    state = vars(evaluator)
+    mine = {name: state[name] for name in ("training_func", "evaluating_func") if state.get(name) is not None}
+    state.update({name: _with(function, parallel) for name, function in mine.items()})
     try:
         yield
     finally:
-        vars(evaluator).update({name: mine[name] for name in wrapped})
+        state.update(mine)
 
 
 def _with(function: Callable[..., Any], parallel: Any) -> Callable[..., Any]:
