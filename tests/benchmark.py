@@ -15,7 +15,9 @@ import time
 import warnings
 from typing import Any, List, Tuple
 
+import new_line
 import torch
+from cases import Case, is_new
 from packaging.version import Version
 from torch import nn
 
@@ -32,11 +34,15 @@ def network(width: int) -> nn.Module:
 
 
 def prepare(width: int, x: torch.Tensor, modern: bool) -> Tuple[nn.Module, Any]:
-    quantizer_class = stock_quantizer("QAT_Quantizer")
+    new = is_new(installed_release())
+    quantizer_class = stock_quantizer("QATQuantizer" if new else "QAT_Quantizer")
     model = network(width).to(x.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     targets = ["weight", "input", "output"] if modern else ["weight", "output"]
     config = [{"quant_types": targets, "quant_bits": 8, "op_types": ["Conv2d", "Linear"]}]
+    if new:
+        new_line.make(quantizer_class, Case("", "", config, quantizer="QATQuantizer"), model, optimizer)
+        return model, optimizer
     quantizer_class(model, config, optimizer, **({"dummy_input": x[:1]} if modern else {})).compress()
     return model, optimizer
 

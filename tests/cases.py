@@ -22,6 +22,7 @@ class Case:
     fold: bool = False
     start: int = 0
     quantizer: str = "QAT_Quantizer"
+    arguments: Dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def id(self) -> str:
@@ -30,8 +31,8 @@ class Case:
 
     @property
     def trains(self) -> bool:
-        """ObserverQuantizer only watches a network in evaluation mode."""
-        return self.quantizer != "ObserverQuantizer"
+        """ObserverQuantizer and PtqQuantizer only watch a network in evaluation mode."""
+        return self.quantizer not in ("ObserverQuantizer", "PtqQuantizer")
 
     def fits(self, release: str) -> bool:
         """Whether the release offers what the case asks for."""
@@ -130,6 +131,91 @@ CASES: List[Case] = [
     Case("warm folding", MODERN, [_layers(ALL, quant_start_step=2), _relu(quant_start_step=2)], fold=True, start=2),
     *OTHERS,
 ]
+
+
+NEW = ">=3.0"
+INPUT, WEIGHT, OUTPUT, BIAS = "_input_", "weight", "_output_", "bias"
+EVERY = [INPUT, WEIGHT, OUTPUT]
+
+
+def _new(targets: List[str], dtype: str = "int8", scheme: str = "affine", **more: Any) -> Dict[str, Any]:
+    config = {"op_types": ["Conv2d", "Linear"], "target_names": targets, "quant_dtype": dtype, "quant_scheme": scheme}
+    return {**config, "granularity": "default", **more}
+
+
+def _relus(dtype: str = "int8", scheme: str = "affine", **more: Any) -> Dict[str, Any]:
+    return {**_new([OUTPUT], dtype, scheme, **more), "op_types": ["ReLU"]}
+
+
+def _finely(dtype: str, scheme: str, weight: Any, output: Any = "per_channel", linear: Any = None) -> List[Dict[str, Any]]:
+    """Weights by one granularity, activations by another; nobody declares the channels of a ReLU."""
+    settings = {WEIGHT: weight, INPUT: "per_channel", OUTPUT: output}
+    return [
+        {**_new(EVERY, dtype, scheme), "op_types": ["Conv2d"],
+         "target_settings": {
+             target: {"quant_dtype": dtype, "quant_scheme": scheme, "granularity": granularity}
+             for target, granularity in settings.items()
+         }},
+        {**_new([WEIGHT], dtype, scheme, granularity=linear or weight), "op_types": ["Linear"]},
+        _relus(dtype, scheme, granularity=output),
+    ]  # fmt: skip
+
+
+def _fused(dtype: str = "int8", scheme: str = "affine") -> List[Dict[str, Any]]:
+    names = [("conv1", "bn1", "relu1"), ("conv2", "bn2", "relu2")]
+    convolutions = {**_new(EVERY, dtype, scheme, fuse_names=names), "op_names": ["conv1", "conv2"]}
+    del convolutions["op_types"]
+    return [convolutions, {**_new(EVERY, dtype, scheme), "op_types": ["Linear"]}]
+
+
+def _new_case(quantizer: str, name: str, *config: Dict[str, Any], fold: bool = False, start: int = 0, **arguments: Any) -> Case:
+    if start:
+        arguments["quant_start_step"] = start
+    return Case(name, NEW, list(config), fold, start + 1 if start else 0, quantizer, arguments)
+
+
+_QAT, _LSQ, _PLUS, _PTQ, _DOREFA, _BNN = (f"{name}Quantizer" for name in ("QAT", "Lsq", "LsqPlus", "Ptq", "DoReFa", "BNN"))
+KERNELS = ([2, 1, 3, 3], [-1, 2, -1, -1], [2, 4])  # of a convolution's weight, its output, a linear layer's weight
+
+CASES += [
+    _new_case(_QAT, "weight", _new([WEIGHT])),
+    _new_case(_QAT, "input", _new([INPUT])),
+    _new_case(_QAT, "output", _new([OUTPUT]), _relus()),
+    *(
+        _new_case(_QAT, f"{scheme} {dtype}", _new([*EVERY, BIAS], dtype, scheme), _relus(dtype, scheme))
+        for scheme, dtype in itertools.product(("affine", "symmetric"), ("int8", "uint8"))
+    ),
+    _new_case(_QAT, "four bits", _new([WEIGHT, OUTPUT], "int4"), _relus("uint4")),
+    _new_case(_QAT, "per channel, out", *_finely("int8", "affine", "out_channel")),
+    _new_case(_QAT, "per channel, in", *_finely("int8", "symmetric", "in_channel")),
+    _new_case(_QAT, "kernel", *_finely("int8", "affine", *KERNELS)),
+    _new_case(_QAT, "start step", _new([*EVERY, BIAS]), _relus(), start=2),
+    _new_case(_QAT, "fusion", *_fused(), fold=True),
+    _new_case(_QAT, "warm fusion", *_fused(scheme="symmetric"), fold=True, start=1),
+    _new_case(_LSQ, "all", _new(EVERY, "int8", "symmetric"), _relus("int8", "symmetric")),
+    _new_case(_LSQ, "weight", _new([WEIGHT, BIAS], "int8", "symmetric")),
+    _new_case(_LSQ, "per channel, out", *_finely("int8", "symmetric", "out_channel")),
+    _new_case(_LSQ, "kernel", *_finely("int4", "symmetric", *KERNELS)),
+    _new_case(_LSQ, "fusion", *_fused(scheme="symmetric"), fold=True),
+    _new_case(_PLUS, "all", _new(EVERY), _relus()),
+    _new_case(_PLUS, "unsigned", _new([*EVERY, BIAS], "uint8"), _relus("uint8")),
+    _new_case(_PLUS, "per channel, in", *_finely("int8", "affine", "in_channel")),
+    _new_case(_PLUS, "fusion", *_fused(), fold=True),
+    _new_case(_DOREFA, "weight", _new([WEIGHT], granularity="default")),
+    _new_case(_DOREFA, "input, weight, output", _new([INPUT, WEIGHT, BIAS], "uint4"), _relus("uint4")),
+    _new_case(_BNN, "weight", _new([WEIGHT], "int8", "symmetric")),
+    _new_case(_BNN, "weight and output", {**_new([WEIGHT, OUTPUT], "int8", "symmetric"), "op_types": ["Conv2d"]},
+              {**_new([WEIGHT], "int8", "symmetric"), "op_types": ["Linear"]}),
+    _new_case(_PTQ, "all", _new([*EVERY, BIAS]), _relus()),
+    _new_case(_PTQ, "per channel, out", *_finely("uint8", "symmetric", "out_channel")),
+    _new_case(_PTQ, "fusion", *_fused(), fold=True),
+    _new_case(_PTQ, "bias correction", {**_new(EVERY), "op_types": ["Linear"]}, is_bias_correction=True),
+]  # fmt: skip
+
+
+def is_new(release: str) -> bool:
+    """Whether this is the newer line, whose quantizers are driven by an evaluator."""
+    return SpecifierSet(NEW).contains(release, prereleases=True)
 
 
 def is_first(release: str) -> bool:

@@ -6,7 +6,7 @@ import logging
 from typing import Iterator
 
 import pytest
-from cases import cases_for, is_first, is_modern
+from cases import cases_for, is_first, is_modern, is_new
 
 from nni_dataparallel import api, fixes, parallel, patching
 
@@ -14,6 +14,7 @@ logging.getLogger("nni").setLevel(logging.ERROR)
 RELEASE = fixes.installed_release()
 IS_MODERN = is_modern(RELEASE)
 IS_FIRST = is_first(RELEASE)
+IS_NEW = is_new(RELEASE)
 CASES = cases_for(RELEASE)
 needs_a_quantizer = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no quantizer")
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

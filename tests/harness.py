@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 from unittest import mock
 
+import new_line
 import torch
-from cases import Case, is_first, is_modern
+from cases import Case, is_first, is_modern, is_new
 from references import is_stock, reference_class
 from torch import Tensor, nn
 
 from nni_dataparallel import is_patched, patch, patched, quantizer_state_dict, rehearse, unpatch
-from nni_dataparallel.fixes import stock_quantizer
+from nni_dataparallel.fixes import installed_release, stock_quantizer
 
 # What a layer computes for one sample must not depend on how many others are in the batch: "the same
 # activations" is what the contract promises exact ranges for. oneDNN picks other kernels for other sizes.
@@ -93,14 +94,16 @@ def make_net(case: Case, seed: int = 0) -> Net:
 def make_quantizer(
     quantizer_class: Any, case: Case, net: nn.Module, optimizer: Any, release: str, shape: Tuple[int, ...] = (1, 1, 8, 8)
 ) -> Any:
+    if not case.trains:
+        net.eval()
+    if is_new(release):
+        return new_line.make(quantizer_class, case, net, optimizer)
     dummy = case.fold or (is_modern(release) and case.quantizer == "QAT_Quantizer")
     arguments = {"dummy_input": torch.randn(shape, dtype=DTYPE[0])} if dummy else {}
     untraced = contextlib.nullcontext()
     if dummy and not case.fold:
         # Half of a test's time goes into tracing the network for batch norms to fold; here there are none.
         untraced = mock.patch.object(quantizer_class, "find_conv_bn_patterns", return_value=None)
-    if not case.trains:
-        net.eval()
     optimizers = () if release == "1.4" else (optimizer,)
     with untraced:
         quantizer = quantizer_class(net, copy.deepcopy(case.config), *optimizers, **arguments)
@@ -114,7 +117,27 @@ def make_quantizer(
     return quantizer
 
 
-def stock_class(name: str = "QAT_Quantizer") -> Any:
+def wrappers(quantizer: Any) -> List[Any]:
+    """The wrappers of a quantizer's layers."""
+    if is_new(installed_release()):
+        return list(quantizer._module_wrappers.values())
+    return list(quantizer.get_modules_wrapper())
+
+
+def complete(case: Case, quantizer: Any, model: nn.Module) -> None:
+    """Where a quantizer only watches: quantise by what was seen."""
+    if case.trains:
+        return
+    if is_new(installed_release()):
+        new_line.complete(quantizer, lambda: [watch(model, batch) for batch in data()])
+    else:
+        quantizer.compress()
+
+
+QAT = "QATQuantizer" if is_new(installed_release()) else "QAT_Quantizer"
+
+
+def stock_class(name: str = QAT) -> Any:
     return stock_quantizer(name)
 
 
@@ -157,7 +180,7 @@ def start_training(quantizer_class: Any, case: Case, release: str, lr: float = L
     net = make_net(case)
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
     quantizer = make_quantizer(quantizer_class, case, net, optimizer, release)
-    if case.quantizer == "LsqQuantizer":
+    if case.quantizer == "LsqQuantizer" and not is_new(release):
         # Stock gives a scale the dtype of the first batch, ours keep that of the Parameter: here both are the model's.
         net.to(DTYPE[0])
     return net, optimizer, quantizer
@@ -194,8 +217,8 @@ def whole_state(net: nn.Module, quantizer: Any) -> Dict[str, Tensor]:
     for name, value in quantizer_state_dict(quantizer).items():
         if name == "quantizer":
             continue
-        if name == "steps":
-            state["quantizer steps"] = torch.tensor(value)
+        if isinstance(value, int):
+            state[f"quantizer {name}"] = torch.tensor(int(value))
         elif name == "layer_scale":
             state.update({f"layer_scale of {layer}": scale for layer, scale in value.items()})
         else:
@@ -277,7 +300,7 @@ def reference(case: Case, release: str, lr: float = LEARNING_RATE) -> Record:
     key = (case, lr, DTYPE[0])
     if key not in _references:
         resume = None
-        if case.start and lr and not is_first(release):
+        if case.start and lr and not is_first(release) and not is_new(release):
             with patched():
                 resume = warm_up(stock_class(case.quantizer), case, release)
         with stock_nni():
@@ -287,12 +310,15 @@ def reference(case: Case, release: str, lr: float = LEARNING_RATE) -> Record:
 
 def finish(record: Record, quantizer_class: Any, quantizer: Any, net: Any, model: Any, case: Case, release: str) -> None:
     """Evaluate, export, and load the export back into a fresh quantizer."""
+    complete(case, quantizer, model)
     if not case.trains:
-        quantizer.compress()
         record.state = {**record.state, **{f"compressed {n}": t for n, t in snapshot(net).items() if "old_weight" not in n}}
     model.eval()
     with torch.no_grad():
         record.evaluation = model(data((6,), seed=2)[0][0])
+    if is_new(release):
+        record.calibration = quantizer.get_calibration_config()
+        return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.pth"
         try:
@@ -328,6 +354,8 @@ def unequal(name: str, a: Any, b: Any, rtol: float = 0.0, atol: float = 0.0) -> 
         if set(a) != set(b):
             return [f"{name}: keys {sorted(set(a) ^ set(b))} on one side only"]
         return [line for key in a for line in unequal(f"{name}[{key}]", a[key], b[key], rtol, atol)]
+    if isinstance(a, str) or a is None or b is None:
+        return [] if a == b else [f"{name}: {a} and {b}"]
     a, b = (torch.as_tensor(v).detach().double() for v in (a, b))
     if a.numel() != b.numel():
         return [f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)}"]

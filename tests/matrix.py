@@ -21,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Dict, List, Tuple
 
+from cases import is_new
+
 from nni_dataparallel.fixes import RELEASES, covered_releases
 
 TESTS = Path(__file__).parent
@@ -28,11 +30,18 @@ FILES = ["equivalence", "patching", "quantizers", "resume"]
 # What the code of a release decides, and not its place or name, is tested on the first release with that code.
 KIND_FILES = ["copies", "gradient", "numbers", "placement", "shapes_of_use", "state"]
 FIRST_OF_THEIR_KIND = ("1.4", "1.5", "1.9", "2.0", "2.2", "2.3", "2.4", "2.5")
+# NNI 3.0 is driven by an evaluator; its wrapper, pruners and distillers have tests of their own.
+NEW_FILES = [
+    *("equivalence", "patching", "quantizers", "resume", "gradient", "numbers", "placement", "shapes_of_use", "ways_in"),
+    *("nni3_wrapper", "nni3_calibration", "nni3_pruners", "nni3_distillers", "nni3_hidden_states"),
+    *("nni3_evaluators", "nni3_transformers", "nni3_lightning", "examples"),
+]
 # The ways in start many interpreters: one release for each place where NNI keeps its classes (2.10.1 has the whole suite).
 WAYS_IN = ("1.4", "1.7", "2.0", "3.0rc1")
 PRUNERS = ("2.0", "2.5", "2.10.1")
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 PRUNERS_BEGIN, PRUNERS_END = "<!-- pruners: begin -->", "<!-- pruners: end -->"
+NEW_BEGIN, NEW_END = "<!-- 3.0: begin -->", "<!-- 3.0: end -->"
 
 
 def install(release: str, cache: Path) -> Path:
@@ -52,12 +61,14 @@ def test(release: str, cache: Path) -> Tuple[str, int, Path]:
     """Run the tests on one release; its exit status and report."""
     folder, report = install(release, cache), cache / f"{release}.xml"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
-    first = release in FIRST_OF_THEIR_KIND
+    first = is_new(release) or release in FIRST_OF_THEIR_KIND
     names = FILES + (KIND_FILES if first else [])
     names += [name for name, releases in (("ways_in", WAYS_IN), ("pruners", PRUNERS)) if release in releases]
+    if is_new(release):
+        names = NEW_FILES
     files = [str(TESTS / f"test_{name}.py") for name in names]
     selected = [] if first else ["-m", "not of_a_kind"]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *selected, *files]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", f"--junitxml={report}", *selected, *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=TESTS.parent, check=False)
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr.strip()[-200:]
     print(f"NNI {release:7} {last}", flush=True)
@@ -74,6 +85,8 @@ TESTED = {
     "test_an_export_loads_into_the_plain_model": 6,
     "test_pruned_on_replicas_equals_one_device": 0,
     "test_stock_pruner_on_replicas": 2,
+    "test_distilled_on_replicas_equals_one_device": 0,
+    "test_stock_distiller_on_replicas": 2,
 }
 """Test -> where its count of passed cells stands; the count of all its cells stands behind it."""
 
@@ -83,7 +96,7 @@ def cells(report: Path, pruners: bool = False) -> Cells:
     found: Cells = {}
     for case in ElementTree.parse(report).iter("testcase"):
         name, _, parameters = case.get("name", "").partition("[")
-        if name not in TESTED or ("prune" in name) is not pruners:
+        if name not in TESTED or ("prune" in name or "distil" in name) is not pruners:
             continue
         subject = re.sub(r"^(patched-|subclass-)?\d+-|\]$", "", parameters).partition(":")[0]
         counts = found.setdefault(subject, [0] * 8)
@@ -93,7 +106,11 @@ def cells(report: Path, pruners: bool = False) -> Cells:
     return found
 
 
-QUANTIZERS = ("QAT_Quantizer", "LsqQuantizer", "DoReFaQuantizer", "BNNQuantizer", "NaiveQuantizer", "ObserverQuantizer")
+QUANTIZERS = (
+    ("QAT", "QAT_Quantizer", "QATQuantizer"),
+    *((name, f"{name}Quantizer") for name in ("Lsq", "LsqPlus", "DoReFa", "BNN", "Naive", "Observer", "Ptq")),
+)
+"""Column -> the quantizers in it."""
 
 
 def _of(passed: int, every: int, none: str = "-") -> str:
@@ -102,27 +119,26 @@ def _of(passed: int, every: int, none: str = "-") -> str:
 
 def table(reports: Dict[str, Path]) -> str:
     """The README's table of quantizers, from the reports alone."""
-    names = [name.replace("Quantizer", "").rstrip("_") for name in QUANTIZERS]
-    heads = ["NNI", *names, "stock: all of these", "resumed", "export loads"]
+    heads = ["NNI", *(column for column, *_ in QUANTIZERS), "stock: all of these", "resumed", "export loads"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for release in RELEASES:
         if release not in reports:
-            why = "not run" if release in covered_releases() else "not covered yet"
-            lines.append(f"| {release} | {why} |" + " |" * (len(heads) - 2))
+            lines.append(f"| {release} | not run |" + " |" * (len(heads) - 2))
             continue
         found = cells(reports[release])
         sums = [sum(counts[i] for counts in found.values()) for i in range(8)]
-        equal = [_of(*found[name][:2]) if name in found else "-" for name in QUANTIZERS]
+        counts = [next((found[name] for name in names if name in found), None) for _, *names in QUANTIZERS]
+        equal = ["-" if count is None else _of(*count[:2]) for count in counts]
         more = [_of(*sums[2:4]), _of(*sums[4:6]), _of(*sums[6:8], "NNI has none")]
         lines.append("| " + " | ".join([release, *equal, *more]) + " |")
     return "\n".join(lines)
 
 
-def pruner_table(reports: Dict[str, Path]) -> str:
-    """The README's table of pruners: one line per pruner, a column per release."""
-    runs = {release: cells(reports[release], pruners=True) for release in PRUNERS if release in reports}
+def compressor_table(reports: Dict[str, Path], releases: Tuple[str, ...], kind: str) -> str:
+    """The README's tables of pruners and distillers: one line for each, a column per release."""
+    runs = {release: cells(reports[release], pruners=True) for release in releases if release in reports}
     lines = [
-        "| pruner | " + " | ".join(f"{release}: patched | stock" for release in runs) + " |",
+        f"| {kind} | " + " | ".join(f"{release}: patched | stock" for release in runs) + " |",
         "|---" * (1 + 2 * len(runs)) + "|",
     ]
     for pruner in sorted({name for run in runs.values() for name in run}):
@@ -145,6 +161,7 @@ def main() -> int:
     parser.add_argument("releases", nargs="*", help="default: every covered release")
     parser.add_argument("--cache", type=Path, default=Path(".releases"))
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--reuse", action="append", default=[], help="take this release's report as an earlier run left it")
     parser.add_argument("--readme", type=Path, help="write the table into this file (needs all releases)")
     options = parser.parse_args()
     options.cache.mkdir(parents=True, exist_ok=True)
@@ -155,15 +172,23 @@ def main() -> int:
     if options.readme and set(releases) != set(covered_releases()):
         parser.error("--readme needs a run of all releases")
     cache = options.cache.resolve()
-    for release in releases:
+    fresh = [release for release in releases if release not in options.reuse]
+    for release in fresh:
         install(release, cache)
+    # The longest first, or one core waits for the other in the end.
+    fresh.sort(key=lambda release: 2 * is_new(release) + (release in FIRST_OF_THEIR_KIND), reverse=True)
     with ThreadPoolExecutor(options.jobs) as pool:
-        results = list(pool.map(lambda release: test(release, cache), releases))
-    reports = {release: report for release, _, report in results}
-    print(table(reports), pruner_table(reports), sep="\n\n")
+        results = list(pool.map(lambda release: test(release, cache), fresh))
+    reports = {release: cache / f"{release}.xml" for release in releases}
+    tables = {
+        (BEGIN, END): table(reports),
+        (PRUNERS_BEGIN, PRUNERS_END): compressor_table(reports, PRUNERS, "pruner"),
+        (NEW_BEGIN, NEW_END): compressor_table(reports, ("3.0",), "pruner or distiller"),
+    }
+    print(*tables.values(), sep="\n\n")
     if options.readme:
-        write_table(options.readme, table(reports), BEGIN, END)
-        write_table(options.readme, pruner_table(reports), PRUNERS_BEGIN, PRUNERS_END)
+        for (begin, end), text in tables.items():
+            write_table(options.readme, text, begin, end)
     failed = [release for release, status, _ in results if status]
     print(f"{len(results) - len(failed)} passed, {len(failed)} failed")
     return 1 if failed else 0

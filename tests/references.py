@@ -12,10 +12,12 @@ from cases import is_modern
 
 from nni_dataparallel.fixes import installed_release
 
+_FIXED = ("_wrap_modules", "update_calibration_config")
+
 
 def is_stock(quantizer_class: Any) -> bool:
     """Whether no fix is at work in this class: neither a fixed subclass nor a patched stock class."""
-    return not any(hasattr(vars(base).get("_wrap_modules"), "__nni_dataparallel__") for base in quantizer_class.__mro__)
+    return not any(hasattr(vars(base).get(name), "__nni_dataparallel__") for base in quantizer_class.__mro__ for name in _FIXED)
 
 
 def reference_class(stock: Any) -> Any:

@@ -7,8 +7,8 @@ from typing import Any, Dict, List
 import pytest
 import torch
 from cases import Case, cases_for
-from conftest import IS_FIRST, IS_MODERN, RELEASE
-from harness import make_quantizer, replicated, stock_class
+from conftest import IS_FIRST, IS_MODERN, IS_NEW, RELEASE
+from harness import QAT, make_quantizer, replicated, stock_class
 from torch import Tensor, nn
 
 from nni_dataparallel import patched
@@ -52,7 +52,7 @@ def contiguous_sum(y: Tensor) -> Tensor:
 
 
 # The quantizers that mask the gradient of what they clamp; QAT_Quantizer of 1.x lets all of it through.
-MASKING = pytest.mark.parametrize("quantizer", ["BNNQuantizer"] if IS_FIRST else ["QAT_Quantizer", "BNNQuantizer"])
+MASKING = pytest.mark.parametrize("quantizer", ["BNNQuantizer"] if IS_FIRST else [QAT, "BNNQuantizer"])
 
 
 @MASKING
@@ -72,7 +72,8 @@ def test_stock_sum_has_the_gradient_of_its_terms(quantizer: str) -> None:
     """The fault, on one device."""
     expected = gradients(OneConv(), quantizer, OUTPUT, contiguous_sum)
     found = gradients(OneConv(), quantizer, OUTPUT, torch.sum)
-    assert torch.allclose(found["conv.module.weight"], expected["conv.module.weight"])
+    name = "conv._nni_wrapper.weight" if IS_NEW else "conv.module.weight"
+    assert torch.allclose(found[name], expected[name])
 
 
 @MASKING
@@ -119,11 +120,14 @@ def test_evaluation_before_the_first_step_is_the_float_model() -> None:
     """With nothing observed yet the model computes in floating point (2.5 and later stock: a constant)."""
     net, x = OneConv(), torch.randn(4, 1, 8, 8)
     expected = net(x)
-    config = [{**entry, "quant_start_step": 5} for entry in ZEROS]
+    config = [dict(entry) if IS_NEW else {**entry, "quant_start_step": 5} for entry in ZEROS]
+    arguments = {"quant_start_step": 5} if IS_NEW else {}
     if IS_MODERN:
         config[0]["quant_types"] = ["weight", "input", "output"]
     with patched():
-        make_quantizer(stock_class(), Case("", "", config), net, torch.optim.SGD(net.parameters(), lr=0.1), RELEASE)
+        make_quantizer(
+            stock_class(), Case("", "", config, arguments=arguments), net, torch.optim.SGD(net.parameters(), lr=0.1), RELEASE
+        )
         net.train()
         net(x)
         net.eval()
@@ -141,4 +145,5 @@ def test_two_forwards_before_one_backward() -> None:
         net.train()
         second = net(2 * x)
         (contiguous_sum(first) + contiguous_sum(evaluated) + contiguous_sum(second)).backward()
-    assert torch.isfinite(net.conv.module.old_weight.grad).all()
+    trained = net.conv._nni_wrapper.weight if IS_NEW else net.conv.module.old_weight
+    assert torch.isfinite(trained.grad).all()

@@ -9,8 +9,10 @@ import torch
 from cases import Case, cases_for
 from conftest import RELEASE, each_case, needs_a_quantizer
 from harness import (
+    QAT,
     Net,
     advance,
+    complete,
     data,
     make_net,
     make_quantizer,
@@ -68,8 +70,7 @@ def run(case: Case, situation: str, count: int) -> Any:
     model = replicated(count)(net)
     losses = advance(case, model, optimizer, batches())
     state = whole_state(net, quantizer)
-    if not case.trains:
-        quantizer.compress()
+    complete(case, quantizer, model)
     model.eval()
     with torch.no_grad():
         return losses, state, model(batches()[0][0])
@@ -91,7 +92,7 @@ def test_a_zero_range_gives_no_nan(case: Case, situation: str) -> None:
     assert unequal("state", finite, {name: others[name] for name in finite}, rtol=2e-3, atol=2e-4) == []
 
 
-@pytest.mark.parametrize("case", cases_for(RELEASE, "QAT_Quantizer"), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", cases_for(RELEASE, QAT), ids=lambda case: case.id)
 @pytest.mark.parametrize("count", [1, 2])
 def test_evaluation_before_quantisation_is_the_float_model(case: Case, count: int) -> None:
     """Before the first training step, and during the warm-up: not a constant, as with stock 2.5 and later."""
@@ -108,7 +109,10 @@ def test_evaluation_before_quantisation_is_the_float_model(case: Case, count: in
         if case.start > 2:
             advance(case, model, optimizer, data()[:1])
             model.eval()
-            trained = {name.replace("module.old_weight", "weight").replace("module.", ""): p for name, p in net.named_parameters()}
+            trained = {
+                name.replace("module.old_weight", "weight").replace("module.", "").replace("_nni_wrapper.", ""): p
+                for name, p in net.named_parameters()
+            }
             float_net.load_state_dict({**float_net.state_dict(), **trained})
             assert torch.allclose(model(x), float_net(x), atol=1e-5)
 

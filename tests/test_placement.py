@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
-from conftest import CASES, RELEASE, each_case, needs_a_quantizer
+from conftest import CASES, IS_NEW, RELEASE, each_case, needs_a_quantizer
 from harness import (
     advance,
     data,
@@ -21,6 +21,7 @@ from harness import (
     train,
     unequal,
     whole_state,
+    wrappers,
 )
 from torch import Tensor, nn
 
@@ -36,7 +37,7 @@ each_quantizer = pytest.mark.parametrize("case", FIRST_CASES, ids=lambda case: c
 def test_a_quantizer_built_on_a_data_parallel_model(case: Case) -> None:
     """Names without prefix, the DataParallel comes back from compress(), and it trains as one device does."""
     expected = reference(case, RELEASE)
-    if case.start and not RELEASE.startswith("1."):
+    if case.start and not RELEASE.startswith("1.") and not IS_NEW:
         pytest.skip("the reference resumes, see test_equivalence")
     with patched():
         net = make_net(case)
@@ -44,9 +45,9 @@ def test_a_quantizer_built_on_a_data_parallel_model(case: Case) -> None:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
         quantizer = make_quantizer(stock_class(case.quantizer), case, model, optimizer, RELEASE)
         assert quantizer.bound_model is net
-        if case.trains:
+        if case.trains and not IS_NEW:
             assert quantizer.compress() is model
-        assert all(not wrapper.name.startswith("module.") for wrapper in quantizer.get_modules_wrapper())
+        assert all(not wrapper.name.startswith("module.") for wrapper in wrappers(quantizer))
         losses = advance(case, model, optimizer, data())
         state = whole_state(net, quantizer)
     expected_state = {name: t for name, t in expected.state.items() if not name.startswith("compressed")}
@@ -61,7 +62,7 @@ def test_names_with_the_prefix_of_a_data_parallel_model(case: Case) -> None:
     for entry in config:
         kinds = {"Conv2d": ["conv1", "conv2"], "Linear": ["fc"], "ReLU": ["relu1", "relu2"]}
         entry["op_names"] = [f"module.{name}" for kind in entry.pop("op_types") for name in kinds[kind]]
-    prefixed = Case(case.name, case.releases, config, case.fold, case.start, case.quantizer)
+    prefixed = Case(case.name, case.releases, config, case.fold, case.start, case.quantizer, case.arguments)
     with patched():
         record = train(stock_class(case.quantizer), prefixed, RELEASE, one_device)
     assert differences(reference(case, RELEASE), record, exact=True) == []
@@ -86,7 +87,7 @@ def test_a_child_of_the_users_called_module(case: Case, count: int) -> None:
         net = Nested(make_net(case))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
         quantizer = make_quantizer(stock_class(case.quantizer), case, net, optimizer, RELEASE)
-        assert all(wrapper.name.startswith("module.") for wrapper in quantizer.get_modules_wrapper())
+        assert all(wrapper.name.startswith("module.") for wrapper in wrappers(quantizer))
         losses = advance(case, rehearse(net, count) if count > 1 else net, optimizer, data())
     assert losses == pytest.approx(reference(case, RELEASE).losses, rel=2e-3)
 
@@ -110,7 +111,7 @@ def test_every_name_with_the_prefix_and_a_child_called_module() -> None:
     with patched():
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         quantizer = make_quantizer(stock_class(case.quantizer), named, nn.DataParallel(net), optimizer, RELEASE)
-    assert sorted(wrapper.name for wrapper in quantizer.get_modules_wrapper()) == ["conv1", "module.0"]
+    assert sorted(wrapper.name for wrapper in wrappers(quantizer)) == ["conv1", "module.0"]
 
 
 @each_case
@@ -132,7 +133,9 @@ def test_a_model_moved_after_wrapping(case: Case, count: int) -> None:
     with patched():
         losses, state = moved(1)
         found, found_state = moved(count)
-    assert all(t.dtype == torch.float64 for name, t in state.items() if name.endswith(("scale", "weight", "bias")))
+    # In 3.0 scales appear in the first forward, in the dtype that NNI gives them.
+    moved_along = ("weight", "bias") if IS_NEW else ("scale", "weight", "bias")
+    assert all(t.dtype == torch.float64 for name, t in state.items() if name.endswith(moved_along))
     assert found == pytest.approx(losses, rel=1e-9)
     assert unequal("state", state, found_state, rtol=1e-6, atol=1e-9) == []
 

@@ -7,8 +7,8 @@ from typing import Any, Callable, Dict, List, Tuple
 import pytest
 import torch
 from cases import Case, cases_for
-from conftest import RELEASE
-from harness import make_quantizer, replicated, snapshot, stock_class, stock_nni
+from conftest import IS_NEW, RELEASE
+from harness import QAT, make_quantizer, replicated, snapshot, stock_class, stock_nni
 from references import reference_class
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +26,8 @@ CONFIGS = {
     "DoReFaQuantizer": WEIGHT,
     "BNNQuantizer": OUTPUT,
     "NaiveQuantizer": WEIGHT,
+    "QATQuantizer": ALL,
+    "LsqPlusQuantizer": ALL,
 }
 QUANTIZERS = [name for name in CONFIGS if cases_for(RELEASE, name)]
 
@@ -76,7 +78,7 @@ def batches(select: bool = False) -> List[Tensor]:
 
 
 def train(
-    make: Callable[[], nn.Module], config: Any, count: int, loss: Any, xs: List[Tensor], quantizer: str = "QAT_Quantizer"
+    make: Callable[[], nn.Module], config: Any, count: int, loss: Any, xs: List[Tensor], quantizer: str = QAT
 ) -> Tuple[List[float], Dict[str, Tensor]]:
     torch.manual_seed(0)
     net = make()
@@ -136,6 +138,10 @@ USES = {
 def test_equal_to_stock_on_one_device(quantizer: str, name: str, count: int) -> None:
     """Loss per step and state_dict."""
     make, loss = USES[name]
+    if IS_NEW and make is Tied:
+        pytest.skip("NNI 3.0 refuses a layer that has two names")
+    if IS_NEW and quantizer == "DoReFaQuantizer" and loss is two_forwards and count > 1:
+        pytest.skip("its gradient has noise, which one device draws for the second forward first")
     config, xs = CONFIGS[quantizer], batches(select=make is Selecting)
     with stock_nni():
         losses, state = train(make, config, 1, loss, xs, quantizer)
@@ -166,7 +172,7 @@ def test_an_empty_batch_is_refused_as_on_one_device() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + self.b(x[:0]).sum()
 
-    with patched(), pytest.raises(RuntimeError, match=r"numel|non-zero|empty|zero-size"):
+    with patched(), pytest.raises((RuntimeError, IndexError), match=r"numel|non-zero|empty|zero-size"):
         train(Nothing, OUTPUT, 2, once, batches())
 
 
@@ -179,17 +185,19 @@ def test_activation_checkpointing_counts_a_batch_once(quantizer: str, reentrant:
     class Checkpointed(nn.Module):
         def __init__(self, on: bool) -> None:
             super().__init__()
-            self.p, self.a, self.on = nn.Parameter(torch.ones(4)), nn.Linear(4, 4), on
-            # LSQ's first step starts a scale at each use: what is recomputed after that sees the last one.
+            # The norm: something to learn in front of what is recomputed.
+            self.p, self.a, self.on = nn.LayerNorm(4), nn.Linear(4, 4), on
+            # LSQ's first step starts a scale at each use, 3.0 keeps a layer's scale in a buffer: what is recomputed
+            # after a second use sees that one's.
             self.b = nn.Linear(4, 4)
-            self.second = "b" if quantizer == "LsqQuantizer" else "a"
+            self.second = "b" if quantizer.startswith("Lsq") or IS_NEW else "a"
 
         def forward(self, x: Tensor) -> Tensor:
-            x = x * self.p
+            x = self.p(x)
             y = checkpoint(self.a, x, use_reentrant=reentrant) if self.on and self.training else self.a(x)
             return y + getattr(self, self.second)(2 * x)
 
-    config = OUTPUT if quantizer == "QAT_Quantizer" else CONFIGS[quantizer]
+    config = OUTPUT if quantizer == QAT else CONFIGS[quantizer]
     with patched():
         expected = train(lambda: Checkpointed(False), config, 1, once, batches(), quantizer)
         for count in (1, 2):
@@ -199,6 +207,7 @@ def test_activation_checkpointing_counts_a_batch_once(quantizer: str, reentrant:
                 torch.testing.assert_close(state[key], tensor, rtol=2e-3, atol=2e-4, msg=key)
 
 
+@pytest.mark.skipif(IS_NEW, reason="NNI 3.0 has no such method")
 def test_a_users_own_rounding_is_used() -> None:
     """A subclass that overrides _quantize quantises its way, as with stock."""
     calls: List[int] = []
@@ -218,6 +227,7 @@ def test_a_users_own_rounding_is_used() -> None:
     assert len(calls) >= 4
 
 
+@pytest.mark.skipif(IS_NEW, reason="NNI 3.0 has no alias of the trained weight")
 def test_float_weights_loaded_after_compress_are_trained() -> None:
     """strict=False with the plain names reaches the trained weight, as through stock's alias."""
     with patched():

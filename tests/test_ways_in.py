@@ -13,23 +13,24 @@ from typing import Any, List
 import pytest
 import torch
 from cases import cases_for
-from conftest import IS_MODERN, RELEASE
-from harness import data, differences, reference, replicated, start_training, step, stock_class, train
+from conftest import IS_MODERN, IS_NEW, RELEASE
+from harness import QAT, data, differences, reference, replicated, start_training, step, stock_class, train, wrappers
 from torch import nn
 
 import nni_dataparallel
 from nni_dataparallel import fixes, patching
 
-CASES = cases_for(RELEASE, "QAT_Quantizer")
+CASES = cases_for(RELEASE, QAT)
 pytestmark = pytest.mark.skipif(not CASES, reason=f"NNI {RELEASE} has no quantizer")
 HOME = fixes.home_of(RELEASE) if CASES else "nni"
-IMPORT = f"from {HOME} import QAT_Quantizer"
+METHOD = "track_min_max_val" if IS_NEW else "quantize_weight"
+IMPORT = f"from {HOME} import {QAT}"
 AUTO = "import nni_dataparallel.auto"
 CHECK = f"""
 import nni_dataparallel
 import {HOME}
 assert nni_dataparallel.is_patched(), nni_dataparallel.patch_map()
-assert hasattr(QAT_Quantizer.quantize_weight, '__nni_dataparallel__')
+assert hasattr({QAT}.{METHOD}, '__nni_dataparallel__')
 print('patched')
 """
 
@@ -77,7 +78,7 @@ def test_auto_works_in_any_order(lines: Any) -> None:
 )
 def test_auto_and_the_others_agree_on_one_state(lines: Any, expected: bool) -> None:
     """All fixes or none, whatever is called while NNI is not imported yet."""
-    result = python(*lines, "print(set(nd.patch_map().values()))")
+    result = python(*lines, f"import {HOME}", "print(set(nd.patch_map().values()))")
     assert last_line(result) == str({expected}), result.stderr
 
 
@@ -105,7 +106,7 @@ SCRIPT = f"""
 import sys
 {IMPORT}
 import neighbour
-print('script', __name__, sys.argv[1:], hasattr(QAT_Quantizer.quantize_weight, '__nni_dataparallel__'))
+print('script', __name__, sys.argv[1:], hasattr({QAT}.{METHOD}, '__nni_dataparallel__'))
 sys.exit(int(sys.argv[1]))
 """
 
@@ -188,11 +189,17 @@ def test_subclass_and_patch_together_fix_once() -> None:
     case = CASES[-1]
     expected = reference(case, RELEASE)
     nni_dataparallel.patch()
-    record = train(nni_dataparallel.QAT_Quantizer, case, RELEASE, replicated(2))
+    record = train(ours(), case, RELEASE, replicated(2))
     assert differences(expected, record) == []
 
 
+def ours() -> Any:
+    return getattr(nni_dataparallel, QAT)
+
+
 def stock_wrapper() -> Any:
+    if IS_NEW:
+        return sys.modules[base_quantizer().__module__].ModuleWrapper
     return sys.modules[base_quantizer().__module__].QuantizerModuleWrapper
 
 
@@ -202,17 +209,17 @@ def base_quantizer() -> Any:
 
 def test_the_subclass_is_a_stock_quantizer() -> None:
     """isinstance holds for the quantizer, its wrappers and its autograd function."""
-    _, _, quantizer = start_training(nni_dataparallel.QAT_Quantizer, CASES[0], RELEASE)
+    _, _, quantizer = start_training(ours(), CASES[0], RELEASE)
     assert isinstance(quantizer, stock_class())
-    assert all(isinstance(w, stock_wrapper()) for w in quantizer.get_modules_wrapper())
-    assert nni_dataparallel.QAT_Quantizer is nni_dataparallel.QAT_Quantizer
+    assert all(isinstance(w, stock_wrapper()) for w in wrappers(quantizer))
+    assert ours() is ours()
 
 
 def test_classes_survive_pickle() -> None:
     """The fixed classes are found again under their names."""
     from nni_dataparallel.subclasses import fixed_class
 
-    for cls in (nni_dataparallel.QAT_Quantizer, fixed_class(stock_wrapper())):
+    for cls in (ours(), fixed_class(stock_wrapper())):
         assert pickle.loads(pickle.dumps(cls)) is cls
 
 
@@ -233,6 +240,7 @@ def test_a_quantizer_built_before_patch_is_mended_too(count: int) -> None:
             torch.testing.assert_close(net.state_dict()[name], tensor, rtol=2e-3, atol=2e-4, msg=name)
 
 
+@pytest.mark.skipif(IS_NEW, reason="what NNI 3.0 leaves to a quantizer of the user's own works on replicas by itself")
 def test_an_uncovered_quantizer_on_replicas_is_told() -> None:
     """A quantizer of the user's own may keep state anywhere: said at its first forward under DataParallel."""
 
@@ -252,6 +260,8 @@ def test_an_uncovered_quantizer_on_replicas_is_told() -> None:
 def test_a_config_that_matches_nothing_is_told() -> None:
     """The warning names the config and the layers there are."""
     net = nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU())
+    if IS_NEW:
+        pytest.skip("has a test of its own")
     config = [{"quant_types": ["output"], "quant_bits": 8, "op_names": ["convv"]}]
     optimizers = () if RELEASE == "1.4" else (torch.optim.SGD(net.parameters(), lr=0.1),)
     with nni_dataparallel.patched(), pytest.warns(UserWarning, match=r"quantises nothing.*convv.*0 \(Conv2d\), 1 \(ReLU\)"):
@@ -261,6 +271,8 @@ def test_a_config_that_matches_nothing_is_told() -> None:
 @pytest.mark.parametrize("way", ["patched", "subclass"])
 def test_a_model_in_distributed_data_parallel_is_told(way: str) -> None:
     """One warning, with the order that works."""
+    if IS_NEW:
+        pytest.skip("has a test of its own")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         net = nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU())
@@ -270,7 +282,7 @@ def test_a_model_in_distributed_data_parallel_is_told(way: str) -> None:
         optimizers = () if RELEASE == "1.4" else (torch.optim.SGD(net.parameters(), lr=0.1),)
         if way == "patched":
             nni_dataparallel.patch()
-        quantizer_class = stock_class() if way == "patched" else nni_dataparallel.QAT_Quantizer
+        quantizer_class = stock_class() if way == "patched" else ours()
         with pytest.warns(UserWarning, match="Build the quantizer on the plain model first, then wrap it") as caught:
             quantizer_class(model, config, *optimizers, **more)
         assert sum("was given a DistributedDataParallel" in str(w.message) for w in caught) == 1
@@ -280,7 +292,7 @@ def test_a_model_in_distributed_data_parallel_is_told(way: str) -> None:
 
 def test_torch_functions_stay_wrapped_for_subclasses_after_unpatch() -> None:
     """unpatch() takes back what patch() did, not what a subclass in use needs."""
-    assert nni_dataparallel.QAT_Quantizer
+    assert ours()
     nni_dataparallel.patch()
     nni_dataparallel.unpatch()
     rows = [fix for fix in fixes.FIXES if not fix.releases]

@@ -118,6 +118,8 @@ def check(fix: Fix) -> Optional[str]:
         return None
     try:
         owner, name = _locate(fix)
+        if fix.target in _installed:
+            return None  # by a hook of ours on the import that has just happened
         if fix.added:
             return f"{fix.target} exists, which it does not in that release" if hasattr(owner, name) else None
         stock = inspect.getattr_static(owner, name)

@@ -11,10 +11,15 @@ import contextlib
 import copy
 from typing import Any, List, Tuple
 
+import new_line
 import pytest
 import torch
+from cases import Case, is_new
 from references import reference_class
 from torch import nn
+
+import nni_dataparallel
+from nni_dataparallel.fixes import installed_release, ships, stock_quantizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -25,15 +30,14 @@ QUANTIZERS = {
     "DoReFaQuantizer": (["weight"], 8),
     "BNNQuantizer": (["weight", "output"], 1),
     "NaiveQuantizer": (["weight"], 8),
+    "QATQuantizer": (["weight", "input", "output"], 8),
+    "LsqPlusQuantizer": (["weight", "input", "output"], 8),
 }
-each_quantizer = pytest.mark.parametrize("name", QUANTIZERS)
+RELEASE = installed_release()
+each_quantizer = pytest.mark.parametrize("name", [name for name in QUANTIZERS if ships(RELEASE, name)])
 
 
 def train(name: str, count: int, patch: bool) -> Tuple[List[float], Any]:
-    from nni.algorithms.compression.pytorch import quantization
-
-    import nni_dataparallel
-
     torch.manual_seed(0)
     with nni_dataparallel.patched() if patch else contextlib.nullcontext():
         net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10)).double().cuda()
@@ -41,11 +45,14 @@ def train(name: str, count: int, patch: bool) -> Tuple[List[float], Any]:
         targets, bits = QUANTIZERS[name]
         config = [{"quant_types": targets, "quant_bits": bits, "op_types": ["Conv2d", "Linear"]}]
         more = {"dummy_input": torch.randn(1, 1, 8, 8).double().cuda()} if name == "QAT_Quantizer" else {}
-        quantizer_class = getattr(quantization, name)
+        quantizer_class = stock_quantizer(name)
         if not patch:
             quantizer_class = reference_class(quantizer_class)
-        quantizer_class(net, copy.deepcopy(config), optimizer, **more).compress()
-        net.double()  # LSQ's scales, too
+        if is_new(RELEASE):
+            new_line.make(quantizer_class, Case("", "", config, quantizer=name), net, optimizer)
+        else:
+            quantizer_class(net, copy.deepcopy(config), optimizer, **more).compress()
+            net.double()  # LSQ's scales, too
         model = net if count == 1 else nn.DataParallel(net, device_ids=list(range(count)))
         generator = torch.Generator().manual_seed(1)
         losses = []

@@ -9,9 +9,22 @@ from torch import Tensor, nn
 
 from .wrapping import device_of
 
-__all__ = ["update_calibration_config"]
+__all__ = ["get_calibration_config", "update_calibration_config"]
 
 _TRACKED = ("tracked_max", "tracked_min")
+
+
+def get_calibration_config(stock: Callable[..., Any], self: Any) -> Any:
+    """``Quantizer.get_calibration_config``: plain tensors.
+
+    On the CPU NNI's are the model's own, and of learned scales they come with their graph: they change with the
+    next step, and cannot be copied.
+    """
+    found = stock(self)
+    for targets in found.values():
+        for config in targets.values():
+            config.update({key: value.detach().clone() for key, value in config.items() if isinstance(value, Tensor)})
+    return found
 
 
 def update_calibration_config(stock: Callable[..., None], self: Any, calibration_config: Dict[str, Dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import replicas
 from .ranges import whole_shape
-from .views import is_parameter
+from .views import holder_of, is_parameter
 
 __all__ = ["init_parameters", "register_parameters"]
 
@@ -39,7 +39,8 @@ def register_parameters(stock: Callable[..., None], self: Any) -> None:
             like, example = _examples(wrapper, space)
             for name in _names(wrapper, target_name):
                 parameter = wrapper._parameters[name]
-                parameter.data = parameter.data.to(like.device, like.dtype)
+                # NNI's scales are float32, in a double model too; half precision would refuse to mix with them.
+                parameter.data = parameter.data.to(like.device, like.dtype if like.element_size() < 4 else torch.float32)
                 if example is None:
                     parameter.data = parameter.data.new_empty(0)
             if example is not None:
@@ -81,17 +82,20 @@ def init_parameters(stock: Callable[..., None], self: Any, wrapper: Any, target_
     names = _names(original, target_name)
     space = wrapper.quantization_target_spaces[target_name]
     shape = target.shape if is_parameter(space) or space._scaler is None else whole_shape(wrapper, target_name, target)
-    state, started = wrapper.__dict__, wrapper.__dict__.get("started", ())
-    mine = {name: state[name] for name in names}
-    state.update({name: tensor.detach().clone() for name, tensor in mine.items()})
+    started = wrapper.__dict__.get("started", ())
+    holders = {name: holder_of(wrapper, name) for name in names}
+    mine = {name: holder[name] for name, holder in holders.items()}
+    for name, holder in holders.items():
+        holder[name] = mine[name].detach().clone()
     stock(self, wrapper, target_name, target.detach().new_empty(1).expand(shape))
-    values = {name: state[name].detach().to(mine[name].dtype) for name in names if name not in started}
-    state.update(mine)
+    values = {name: holders[name][name].detach().to(mine[name].dtype) for name in names if name not in started}
+    for name, holder in holders.items():
+        holder[name] = mine[name]
     for name, value in values.items():
         if value.shape == mine[name].shape:
             mine[name].data.copy_(value)
         else:
-            state[name] = _shared_leaf(value, original._parameters[name])
+            holders[name][name] = _shared_leaf(value, original._parameters[name])
     replicas.defer(values, wrapper, f"start of {target_name}", lambda parts: _adopt(original, parts[0]))
 
 

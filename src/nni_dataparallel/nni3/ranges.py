@@ -72,6 +72,8 @@ def extremes(x: Tensor, wrapper: Any, space: Any) -> Tensor:
     scaler = space._scaler
     low, high = (_reduced(x, scaler, end) for end in (torch.amin, torch.amax))
     ends = replicas.all_reduce(torch.stack((-low, high)), "max", wrapper, name)
+    if not x.numel() and bool((ends[1] == -math.inf).all()):
+        return x  # the whole batch is empty: what one device says to that
     if scaler is None or not x.dim():
         return torch.stack((-ends[0], ends[1]))
     return torch.cat([scaler.expand(end, [1, *x.shape[1:]], keepdim=True) for end in (-ends[0], ends[1])])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 from ..patching import Fix
-from . import calibration, construction, dorefa, evaluators, lsq, ranges, rounding, views, wrapping
+from . import calibration, construction, distilling, dorefa, evaluators, lsq, ranges, rounding, views, wrapping
 
 __all__ = ["FIXES", "PACKAGES", "QUANTIZERS"]
 
@@ -22,6 +22,7 @@ QUANTIZERS: Dict[str, str] = dict.fromkeys(_NAMES, LINE)
 _HOMES = {
     "ModuleWrapper": "base.wrapper",
     "Compressor": "base.compressor",
+    "DistillationTargetSpace": "base.target_space",
     "Quantizer": "base.compressor",
     "QATQuantizer": "quantization.qat_quantizer",
     "LsqQuantizer": "quantization.lsq_quantizer",
@@ -30,6 +31,7 @@ _HOMES = {
     "PtqQuantizer": "quantization.ptq_quantizer",
     "TransformersEvaluator": "utils.evaluator",
     "LightningEvaluator": "utils.evaluator",
+    "TeacherModelBasedDistiller": "distillation.basic_distiller",
 }
 _DP = "nni#5687"
 _TRACK = ("self", "wrapper", "target_name", "target")
@@ -65,10 +67,14 @@ _ROWS: Tuple[_Row, ...] = (
     _Row("ModuleWrapper.forward", wrapping.forward, ("self",),
          "what it assigns is lost on replicas and cannot be copied afterwards; it waits for the device after every layer"),
     _Row("ModuleWrapper.wrap", wrapping.wrap, ("self",), "the folded bias of a layer without one appears in the first forward"),
+    _Row("ModuleWrapper.unwrap", wrapping.unwrap, ("self",),
+         "the original's forward stays on the unwrapped layer, and every replica of the plain model runs it"),
     _Row("ModuleWrapper._load_from_state_dict", wrapping.load_from_state_dict, ("self", "state_dict", "prefix"),
          "a fresh model refuses its own checkpoint: the buffers are None until the first forward"),
     _Row("ModuleWrapper._apply_quant_helper", rounding.apply_quant_helper, ("self", "target", "target_space"),
          "autograd's own gradient tensor is zeroed in place; an all-zero weight gives NaN"),
+    _Row("Quantizer.get_calibration_config", calibration.get_calibration_config, ("self",),
+         "on the CPU it is made of the model's own tensors, which go on changing"),
     _Row("Quantizer.update_calibration_config", calibration.update_calibration_config, ("self", "calibration_config"),
          "ranges are not loaded, learned scales fail, a config that does not fit is half loaded"),
     _Row("QATQuantizer.track_min_max_val", ranges.tracked_once_per_batch(_in_training), _TRACK, _RANGE),
@@ -90,10 +96,15 @@ _ROWS: Tuple[_Row, ...] = (
          "after compress() the replicas of Lightning's dp run the original's training_step"),
     _Row("LightningEvaluator.train", evaluators.train_lightning, ("self", "max_steps", "max_epochs"),
          "the setting that max_steps is written to cannot be set in Lightning 2.x"),
+    _Row("DistillationTargetSpace.__deepcopy__", distilling.copy_without_graph, (),
+         "a model cannot be copied while a layer holds a hidden state"),
+    _Row("TeacherModelBasedDistiller._register_teacher_wrappers", distilling.register_teacher_wrappers, ("self",),
+         "the layers of a teacher in DataParallel are not found"),
 )  # fmt: skip
 
 _INHERITED = {"ModuleWrapper._load_from_state_dict"}
-_ADDED = {"ModuleWrapper._localise_replica"}
+_ADDED = {"ModuleWrapper._localise_replica", "DistillationTargetSpace.__deepcopy__"}
+_ON_IMPORT = {"TeacherModelBasedDistiller._register_teacher_wrappers"}
 
 
 def _fixes() -> List[Fix]:
@@ -108,6 +119,7 @@ def _fixes() -> List[Fix]:
             _DP,
             inherited=row.path in _INHERITED,
             added=row.path in _ADDED,
+            on_import=row.path in _ON_IMPORT,
         )
         for row in _ROWS
     ]

@@ -19,7 +19,7 @@ from torch.nn import Module
 
 from .. import replicas
 
-__all__ = ["View", "batch_of", "is_parameter", "localise", "spaces_of"]
+__all__ = ["View", "batch_of", "holder_of", "is_parameter", "localise", "report", "spaces_of"]
 
 _SPACES = ("pruning_target_spaces", "quantization_target_spaces", "distillation_target_spaces")
 Local = Callable[[Module], Module]
@@ -35,6 +35,15 @@ def spaces_of(wrapper: Any) -> Iterator[Tuple[str, str, Any]]:
     for kind in _SPACES:
         for name, space in wrapper.__dict__[kind].items():
             yield kind, name, space
+
+
+def holder_of(wrapper: Any, name: str) -> Dict[str, Any]:
+    """The dict in which a wrapper keeps its tensor ``name``.
+
+    A replica has its Parameters as plain attributes; in a forward without grad, replica 0 has the originals.
+    """
+    holders: Tuple[Dict[str, Any], ...] = (wrapper._buffers, wrapper._parameters, wrapper.__dict__)
+    return next(holder for holder in holders if name in holder)
 
 
 class _Forward:
@@ -96,6 +105,9 @@ def localise(stock: None, self: Any, copy: Any, local: Local) -> None:
         state["module_forward"] = _Forward(module, self.module_forward)
     if getattr(module.__dict__.get("forward"), "__self__", None) is self:
         module.__dict__["forward"] = types.MethodType(type(copy).forward, copy)
+    for name, buffer in self.module._buffers.items():
+        if buffer is not None and not buffer.is_leaf:  # left by a forward of stock NNI, before the fixes were installed
+            self.module._buffers[name] = buffer.detach()
     # A compressor built before the fixes were installed has bound its stock methods.
     state["_track_funcs"] = [_current(function) for function in self._track_funcs]
 
@@ -131,7 +143,13 @@ def _settle(original: Any, shards: List[Dict[Tuple[str, str], Tuple[Optional[Lis
 
 
 def _cut(shapes: List[Any]) -> int:
-    """The dimension along which the batch was cut: the one in which shards differ, else the first."""
+    """The dimension along which the batch was cut: the one in which shards differ, else the first.
+
+    Nothing else is sure: a layer may flatten batch and time, and any size may equal a shard's by chance. So where
+    the batch is not the first dimension (``DataParallel(dim=1)``, activations of time first) and is cut into
+    equal shards, their hidden states are put together along the first. Distil a layer that has the batch first,
+    or have the teacher cut in the same way and compare by ``mse``, which takes the mean over all elements.
+    """
     uneven = [d for d in range(len(shapes[0])) if any(shape[d] != shapes[0][d] for shape in shapes)]
     return uneven[0] if uneven else 0
 

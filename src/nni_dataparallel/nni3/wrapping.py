@@ -8,6 +8,7 @@ which NNI calls after every layer, is left out: it waits for the device each tim
 
 from __future__ import annotations
 
+import types
 from typing import Any, Callable, Dict, FrozenSet, List, Tuple
 
 import torch
@@ -17,7 +18,7 @@ from .. import replicas
 from ..recording import recorded
 from .views import is_parameter, report, spaces_of
 
-__all__ = ["device_of", "forward", "load_from_state_dict", "wrap"]
+__all__ = ["device_of", "forward", "load_from_state_dict", "unwrap", "wrap"]
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 Params = Dict[str, Tensor]
@@ -95,24 +96,42 @@ def wrap(stock: Callable[..., None], self: Any) -> None:
 
     NNI makes one in the first forward, after which the model refuses a state saved before, and the other way round.
     """
+    norms = [fused for fused in self.fused_modules[1:] if isinstance(fused, _NORMS)]
+    if norms and "bias" not in self.quantization_target_spaces and not hasattr(self.module, "_nni_wrapper"):
+        self._parameters.pop("bias", None)  # of an earlier wrap(): NNI would take its presence for somebody else's
     stock(self)
     module = self.module
-    norms = [fused for fused in self.fused_modules[1:] if isinstance(fused, _NORMS)]
     if norms and "bias" in module._parameters and module.bias is None:
         del module._parameters["bias"]
         module.register_buffer("bias", torch.zeros_like(self.weight[:, 0].reshape(len(self.weight), -1)[:, 0]).detach())
 
 
-def load_from_state_dict(stock: Callable[..., None], self: Any, state_dict: Dict[str, Any], prefix: str, *rest: Any) -> None:
+def unwrap(stock: Callable[..., None], self: Any) -> None:
+    """``ModuleWrapper.unwrap``: the layer finds its forward in its class again, so that a copy has one of its own.
+
+    NNI leaves the bound method on the layer, which ``nn.DataParallel`` copies as it is.
+    """
+    stock(self)
+    module = self.module
+    if module.__dict__.get("forward") == types.MethodType(type(module).forward, module):
+        del module.__dict__["forward"]
+
+
+def load_from_state_dict(
+    stock: Callable[..., None], self: Any, state_dict: Dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: Any
+) -> None:
     """``ModuleWrapper._load_from_state_dict``: buffers that a forward would create are created from the file.
 
-    Learned scales take the file's shape, and are not started anew by the next forward.
+    They are None again where the file was written before the first forward. Learned scales take the file's
+    shape, and are not started anew by the next forward.
     """
     started: FrozenSet[str] = self.__dict__.get("started", frozenset())
     for name, buffer in self._buffers.items():
         saved = state_dict.get(prefix + name)
         if buffer is None and isinstance(saved, Tensor):
             self._buffers[name] = torch.empty_like(saved, device=device_of(self, saved))
+    for name in _unborn(self, state_dict, prefix) if strict else ():
+        self._buffers[name] = None
     for name, parameter in self._parameters.items():
         saved = state_dict.get(prefix + name)
         if name.endswith(("_scale", "_zero_point")) and parameter is not None and isinstance(saved, Tensor):
@@ -121,7 +140,18 @@ def load_from_state_dict(stock: Callable[..., None], self: Any, state_dict: Dict
             if saved.numel():
                 started = started | {name}
     self.started = started
-    stock(self, state_dict, prefix, *rest)
+    stock(self, state_dict, prefix, local_metadata, strict, *lists)
+
+
+def _unborn(wrapper: Any, state_dict: Dict[str, Any], prefix: str) -> List[str]:
+    """The buffers of targets of which a file knows nothing yet."""
+    found: List[str] = []
+    for name in wrapper.quantization_target_spaces:
+        buffers = [f"{name}_{what}" for what in ("scale", "zero_point", "tracked_max", "tracked_min")]
+        buffers = [buffer for buffer in buffers if buffer in wrapper._buffers]
+        if not any(prefix + buffer in state_dict for buffer in buffers):
+            found += buffers
+    return found
 
 
 def device_of(wrapper: Any, default: Tensor) -> torch.device:
