@@ -16,7 +16,7 @@ from typing import Any, List, Tuple
 import harness
 import torch
 from cases import Case
-from conftest import CASES, RELEASE
+from conftest import CASES, IS_NEW, RELEASE
 from references import reference_class
 from torch import Tensor, distributed, nn
 
@@ -58,8 +58,14 @@ def train(case: Case) -> Any:
     quantizer_class = harness.stock_class(case.quantizer)
     if WAY == "stock":
         quantizer_class = reference_class(quantizer_class)
-    resume = None
-    return harness.train(quantizer_class, case, RELEASE, nn.parallel.DistributedDataParallel, resume=resume)
+    return harness.train(quantizer_class, case, RELEASE, lambda net: wrapped(case, net))
+
+
+def wrapped(case: Case, net: nn.Module) -> nn.Module:
+    """As the user has to, where NNI 3.0 detaches a folded bias, or learns scales of activations per channel."""
+    if WAY == "patched" and any(not p.numel() for p in net.parameters()):
+        net(harness.data()[0][0])
+    return nn.parallel.DistributedDataParallel(net, find_unused_parameters=IS_NEW and case.fold)
 
 
 def main() -> None:

@@ -288,6 +288,21 @@ def test_two_parallel_forwards_at_once_do_not_meet() -> None:
     assert all(found == [[value]] * 30 for value, found in results)
 
 
+def test_replicas_run_in_the_callers_inference_mode() -> None:
+    """What torch.inference_mode() has made may be updated in place by them, too."""
+    modes: List[bool] = []
+
+    def work(module: Any, x: Tensor) -> Tensor:
+        modes.append(torch.is_inference_mode_enabled())
+        return x.add_(1)
+
+    model = rehearse(Probe(work), 2)
+    with torch.inference_mode():
+        model(torch.zeros(2, 1))
+    model(torch.zeros(2, 1))
+    assert modes == [True, True, False, False]
+
+
 def test_deferred_values_are_settled_once_in_the_order_of_ranks() -> None:
     """In the main thread, when all replicas are done, place by place in the order of use."""
     settled: List[Any] = []

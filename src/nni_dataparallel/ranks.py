@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from .patching import Fix
@@ -139,6 +139,28 @@ def _forward(stock: Callable[..., Any], self: Any, *inputs: Any, **kwargs: Any) 
         return stock(self, *inputs, **kwargs)
 
 
+def _init(stock: Callable[..., None], self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """``DistributedDataParallel.__init__``: buffers that every forward computes anew are not broadcast before it."""
+    unsized = [name for name, parameter in module.named_parameters() if parameter.requires_grad and not parameter.numel()]
+    if unsized:
+        raise ValueError(
+            f"{', '.join(unsized)}: learned scales of activations whose size only a forward tells; DDP needs it now. Call "
+            "quantizer.track_forward(batch) once, with a batch like those of the training, before DistributedDataParallel."
+        )
+    recomputed = {id(buffer) for host in module.modules() for buffer in _recomputed(host)}
+    names = [name for name, buffer in module.named_buffers() if id(buffer) in recomputed]
+    if names:
+        ignored: Any = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        module._ddp_params_and_buffers_to_ignore = sorted({*ignored, *names})  # type: ignore[assignment]
+    stock(self, module, *args, **kwargs)
+
+
+def _recomputed(module: nn.Module) -> Iterable[Tensor]:
+    """What a module says of itself by a method ``_recomputed_buffers``."""
+    method = getattr(type(module), "_recomputed_buffers", None)
+    return () if method is None else method(module)
+
+
 _DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
 
 FIXES: Tuple[Fix, ...] = (
@@ -148,5 +170,12 @@ FIXES: Tuple[Fix, ...] = (
         fix=_forward,
         reason="observers do not know the process group that shares the batch",
         expects=("self",),
+    ),
+    Fix(
+        name="construction of DistributedDataParallel",
+        target=f"{_DDP}.__init__",
+        fix=_init,
+        reason="quantised weights, which every forward computes anew, are broadcast before it",
+        expects=("self", "module"),
     ),
 )

@@ -6,6 +6,7 @@ one device. What makes a thread know its replica is in ``parallel``.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from typing import Any, Dict, FrozenSet, List, Optional, Tuple, TypeVar
@@ -71,6 +72,8 @@ class Replica:
         self.rank = rank
         self.ranks = ranks.current()
         self.begun = False
+        # Worker threads take over autograd's mode, not this one, and may then not update what it has made.
+        self._inference = torch.is_inference_mode_enabled()
         self.fatal: Optional[BaseException] = None
         self.homes: Dict[int, Dict[str, Tensor]] = {}
         self._visits: Counter[Tuple[int, str]] = Counter()
@@ -83,7 +86,7 @@ class Replica:
         outer = _here.replica
         _here.replica = self
         try:
-            with ranks.within(self.ranks):
+            with ranks.within(self.ranks), torch.inference_mode() if self._inference else contextlib.nullcontext():
                 return self.module(*args, **kwargs)
         except Exception:
             raise

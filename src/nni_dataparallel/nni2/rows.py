@@ -114,6 +114,8 @@ _ROWS: Tuple[_Row, ...] = (
     _Row("QuantizerModuleWrapper._load_from_state_dict", LINE, wrapping.load_from_state_dict,
          ("self", "state_dict", "prefix", "local_metadata", "strict"),
          "shapes drift from the fresh ones; float weights must reach the trained weight", "nni#3119"),
+    _Row("QuantizerModuleWrapper._recomputed_buffers", LINE, wrapping.recomputed_buffers, (),
+         "DDP broadcasts the quantised weights before every forward"),
     # QAT_Quantizer, 1.4 - 1.9
     *_rules("QAT_Quantizer.quantize_weight", signatures.weight_rule(qat_first.quantize_weight), "<1.9", _REBOUND, _DP),
     *_rules("QAT_Quantizer.quantize_weight", signatures.weight_rule(qat_first.quantize_bias_in_place), ">=1.9,<2.0", _REBOUND, _DP),
@@ -162,7 +164,7 @@ _ROWS: Tuple[_Row, ...] = (
 )  # fmt: skip
 
 _INHERITED = {"Quantizer.compress", "QuantizerModuleWrapper._load_from_state_dict", "QATGrad.forward", "QATGrad.backward"}
-_ADDED = {"Quantizer.__setstate__"}
+_ADDED = {"Quantizer.__setstate__", "QuantizerModuleWrapper._recomputed_buffers"}
 
 
 def _fixes() -> List[Fix]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import Any, Callable, Dict, FrozenSet, Optional
+from typing import Any, Callable, Dict, FrozenSet, List, Optional
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 
 from .. import replicas
@@ -27,6 +28,7 @@ __all__ = [
     "load_from_state_dict",
     "note_other_names",
     "note_quantised",
+    "recomputed_buffers",
     "separate",
     "was_calibrated",
     "wrap_modules",
@@ -128,6 +130,13 @@ def note_other_names(wrapper: Any, model: Module) -> None:
     """
     names = sum(module is wrapper.module for _, module in model.named_modules(remove_duplicate=False))
     wrapper.has_other_names = names > 1
+
+
+def recomputed_buffers(stock: None, self: Any) -> List[Tensor]:
+    """``QuantizerModuleWrapper._recomputed_buffers``: what DDP need not broadcast."""
+    module = self.module
+    names = [name for name, trained in _TRAINED.items() if hasattr(module, trained)]
+    return [module._buffers[name] for name in names if module._buffers.get(name) is not None]
 
 
 def covered_name(quantizer: Any) -> Optional[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 from ..patching import Fix
-from . import calibration, distilling, dorefa, lsq, ranges, rounding, views, wrapping
+from . import calibration, construction, distilling, dorefa, evaluators, lsq, ranges, rounding, views, wrapping
 
 __all__ = ["FIXES", "PACKAGES", "QUANTIZERS"]
 
@@ -21,6 +21,7 @@ QUANTIZERS: Dict[str, str] = dict.fromkeys(_NAMES, LINE)
 
 _HOMES = {
     "ModuleWrapper": "base.wrapper",
+    "Compressor": "base.compressor",
     "DistillationTargetSpace": "base.target_space",
     "Quantizer": "base.compressor",
     "QATQuantizer": "quantization.qat_quantizer",
@@ -28,10 +29,13 @@ _HOMES = {
     "LsqPlusQuantizer": "quantization.lsqplus_quantizer",
     "DoReFaQuantizer": "quantization.dorefa_quantizer",
     "PtqQuantizer": "quantization.ptq_quantizer",
+    "TransformersEvaluator": "utils.evaluator",
+    "LightningEvaluator": "utils.evaluator",
     "TeacherModelBasedDistiller": "distillation.basic_distiller",
 }
 _DP = "nni#5687"
 _TRACK = ("self", "wrapper", "target_name", "target")
+_TASKS = ("before_step_tasks", "after_step_tasks")
 _RANGE = "every replica tracks the range of its own shard, and loses it"
 _START = "a learned scale is started by rebinding it: lost on replicas, of another size than the optimizer's"
 
@@ -52,8 +56,16 @@ def _always(quantizer: Any, wrapper: Any, target_name: str) -> bool:
 
 
 _ROWS: Tuple[_Row, ...] = (
+    _Row("Compressor.__init__", construction.compressor_init, ("self", "model", "config_list"),
+         "every layer of a DataParallel is called module.<name>; a config that matches nothing goes unnoticed"),
+    _Row("Compressor.compress", construction.compress, ("self", "max_steps", "max_epochs"),
+         "a model that was given in a DataParallel is expected back in it"),
+    _Row("Compressor._fusion_compress", construction.fusion_compress, ("self", "max_steps", "max_epochs"),
+         "a DataParallel that was given to the compressor is what the user's functions expect"),
     _Row("ModuleWrapper._localise_replica", views.localise, (),
          "every replica runs the original's wrapper, module and fused modules"),
+    _Row("ModuleWrapper._recomputed_buffers", wrapping.recomputed_buffers, (),
+         "DDP broadcasts the compressed weights before every forward"),
     _Row("ModuleWrapper.forward", wrapping.forward, ("self",),
          "what it assigns is lost on replicas and cannot be copied afterwards; it waits for the device after every layer"),
     _Row("ModuleWrapper.wrap", wrapping.wrap, ("self",), "the folded bias of a layer without one appears in the first forward"),
@@ -76,6 +88,16 @@ _ROWS: Tuple[_Row, ...] = (
     _Row("LsqQuantizer.init_scale", lsq.init_parameters, _TRACK, _START),
     _Row("LsqPlusQuantizer.register_scale_zp", lsq.register_parameters, ("self",), _START),
     _Row("LsqPlusQuantizer.init_scale_zp", lsq.init_parameters, _TRACK, _START),
+    _Row("TransformersEvaluator.patch_optimizer_step", evaluators.patch_optimizer_step, ("self", *_TASKS),
+         "takes every Trainer since transformers 4.31 for one with DeepSpeed; the last caller's tasks replace all others"),
+    _Row("TransformersEvaluator.patch_loss", evaluators.patch_loss, ("self", "patch"),
+         "compute_loss has one more argument since transformers 4.46"),
+    _Row("LightningEvaluator.patch_loss", evaluators.patch_loss_lightning, ("self", "patch"),
+         "the replicas of Lightning's dp run the original's training_step"),
+    _Row("LightningEvaluator.revert_loss", evaluators.revert_loss_lightning, ("self",),
+         "after compress() the replicas of Lightning's dp run the original's training_step"),
+    _Row("LightningEvaluator.train", evaluators.train_lightning, ("self", "max_steps", "max_epochs"),
+         "the setting that max_steps is written to cannot be set in Lightning 2.x"),
     _Row("DistillationTargetSpace.__deepcopy__", distilling.copy_without_graph, (),
          "a model cannot be copied while a layer holds a hidden state"),
     _Row("TeacherModelBasedDistiller._register_teacher_wrappers", distilling.register_teacher_wrappers, ("self",),
@@ -83,7 +105,7 @@ _ROWS: Tuple[_Row, ...] = (
 )  # fmt: skip
 
 _INHERITED = {"ModuleWrapper._load_from_state_dict"}
-_ADDED = {"ModuleWrapper._localise_replica", "DistillationTargetSpace.__deepcopy__"}
+_ADDED = {"ModuleWrapper._localise_replica", "ModuleWrapper._recomputed_buffers", "DistillationTargetSpace.__deepcopy__"}
 _ON_IMPORT = {"TeacherModelBasedDistiller._register_teacher_wrappers"}
 
 

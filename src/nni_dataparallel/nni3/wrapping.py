@@ -18,7 +18,7 @@ from .. import replicas
 from ..recording import recorded
 from .views import is_parameter, report, spaces_of
 
-__all__ = ["device_of", "forward", "load_from_state_dict", "unwrap", "wrap"]
+__all__ = ["device_of", "forward", "load_from_state_dict", "recomputed_buffers", "unwrap", "wrap"]
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 Params = Dict[str, Tensor]
@@ -155,6 +155,13 @@ def _unborn(wrapper: Any, state_dict: Dict[str, Any], prefix: str) -> List[str]:
         if not any(prefix + buffer in state_dict for buffer in buffers):
             found += buffers
     return found
+
+
+def recomputed_buffers(stock: None, self: Any) -> List[Tensor]:
+    """``ModuleWrapper._recomputed_buffers``: the compressed weight (and bias) that the layer computes with."""
+    buffers = self.module._buffers
+    names = {name for _, name, space in spaces_of(self) if is_parameter(space)}
+    return [buffers[name] for name in names if buffers.get(name) is not None]
 
 
 def device_of(wrapper: Any, default: Tensor) -> torch.device:

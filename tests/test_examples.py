@@ -1,0 +1,71 @@
+"""The scripts in examples/, as a user runs them, on the releases that they are for."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import RELEASE
+from packaging.specifiers import SpecifierSet
+
+import nni_dataparallel
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+FOR = {
+    "qat_dataparallel": ">=2.5,<3.0rc1",
+    "qat_nni3": ">=3.0",
+    "slim_pruner_nni2": ">=2.3,<3.0rc1",
+    "slim_pruner_nni3": ">=3.0",
+}
+
+
+def run(name: str, folder: Path) -> str:
+    if not SpecifierSet(FOR[name]).contains(RELEASE, prereleases=True):
+        pytest.skip(f"for NNI {FOR[name]}")
+    pytest.importorskip("sklearn")
+    paths = [str(Path(nni_dataparallel.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def percent(output: str, what: str) -> float:
+    found = re.search(rf"{what}: ([0-9.]+)%", output)
+    assert found, output
+    return float(found[1])
+
+
+def test_every_example_is_run_somewhere() -> None:
+    """A new script in the folder gets a test."""
+    assert sorted(FOR) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", ["slim_pruner_nni2", "slim_pruner_nni3"])
+def test_slim_pruner(name: str, tmp_path: Path) -> None:
+    """Three channels in ten are pruned, and fine-tuning brings the accuracy back."""
+    output = run(name, tmp_path)
+    before, after = percent(output, "accuracy before pruning"), percent(output, "accuracy after fine-tuning")
+    assert before > 90
+    assert after > 90
+    assert percent(output, "sparsity") == 30
+    assert (tmp_path / "slim_model.pth").exists()
+
+
+def test_qat_dataparallel(tmp_path: Path) -> None:
+    """It trains, and exports model and ranges."""
+    output = run("qat_dataparallel", tmp_path)
+    assert percent(output, "quantised accuracy on the training images") > 85
+    assert (tmp_path / "qat_calibration.pth").exists()
+
+
+def test_qat_nni3(tmp_path: Path) -> None:
+    """It trains, and what was stopped and resumed ends in the same state."""
+    output = run("qat_nni3", tmp_path)
+    assert percent(output, "quantised accuracy on the training images") > 85
+    assert "the same state, to the bit: True" in output
