@@ -80,8 +80,15 @@ def test_stock_does_not_load_ranges() -> None:
         (lambda config: config["conv1"].update(bias={}), "conv1: bias is not quantised here"),
         (lambda config: config["conv1"]["weight"].update(quant_bits=4), "conv1: weight has quant_bits 8 here, 4 in the config"),
         (lambda config: config["fc"]["weight"].pop("scale"), "fc: weight has no 'scale' in the config"),
+        (lambda config: config.update(fc=None), "fc: expected a dict of targets, not NoneType"),
+        (lambda config: config["fc"].update(weight=[1.0]), "fc: weight: expected a dict, not list"),
+        (lambda config: config["fc"]["weight"].update(scale=[0.1]), "fc: weight: scale is a list, not a tensor"),
+        (
+            lambda config: config["fc"]["weight"].update(scale=torch.ones(10, 1)),
+            "fc: weight: scale has shape (10, 1) in the config, () here",
+        ),
     ],
-    ids=["layer", "target", "bits", "scale"],
+    ids=["layer", "target", "bits", "scale", "no targets", "no config", "list", "granularity"],
 )
 def test_a_config_that_does_not_fit_changes_nothing(change: Any, text: str) -> None:
     """Every problem is named, with the remedy; no layer is loaded, not even those that fit."""
@@ -100,6 +107,18 @@ def test_a_config_that_does_not_fit_changes_nothing(change: Any, text: str) -> N
         assert unequal("state", before, snapshot(net)) == []
         with pytest.raises(ValueError, match=r"expected what get_calibration_config\(\) returned, not str"):
             fresh.update_calibration_config("calibration.pth")
+
+
+def test_a_config_of_other_widths_is_refused() -> None:
+    """Per channel: the shape of a weight's scale is known before any forward."""
+    case = next(case for case in cases_for(RELEASE, "QATQuantizer") if case.name == "per channel, out")
+    with patched():
+        _, _, quantizer = trained(case)
+        config = copy.deepcopy(quantizer.get_calibration_config())
+        config["conv2"]["weight"]["scale"] = torch.ones(5, 1, 1, 1)
+        _, _, fresh = start_training(stock_class(case.quantizer), case, RELEASE)
+        with pytest.raises(ValueError, match=r"conv2: weight: scale has shape \(5, 1, 1, 1\) in the config, \(6, 1, 1, 1\) here"):
+            fresh.update_calibration_config(config)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])

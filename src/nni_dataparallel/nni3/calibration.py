@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -57,13 +57,19 @@ def update_calibration_config(stock: Callable[..., None], self: Any, calibration
 def _problems(self: Any, calibration_config: Any) -> List[str]:
     if not isinstance(calibration_config, dict):
         return [f"expected what get_calibration_config() returned, not {type(calibration_config).__name__}"]
-    found = []
+    found: List[str] = []
     for module_name, targets in calibration_config.items():
         spaces = getattr(self._module_wrappers.get(module_name), "quantization_target_spaces", {})
+        if not isinstance(targets, dict):
+            found.append(f"{module_name}: expected a dict of targets, not {type(targets).__name__}")
+            continue
         for target_name, config in targets.items():
             space = spaces.get(target_name)
             if space is None:
                 found.append(f"{module_name}: {target_name} is not quantised here")
+                continue
+            if not isinstance(config, dict):
+                found.append(f"{module_name}: {target_name}: expected a dict, not {type(config).__name__}")
                 continue
             own = {"quant_dtype": space.quant_dtype or "int8", "quant_scheme": space.quant_scheme, "quant_bits": space.quant_bits}
             found += [
@@ -74,7 +80,35 @@ def _problems(self: Any, calibration_config: Any) -> List[str]:
             found += [
                 f"{module_name}: {target_name} has no {key!r} in the config" for key in ("scale", "zero_point") if key not in config
             ]
+            found += [f"{module_name}: {target_name}: {text}" for text in _misshapen(space, config)]
     return found
+
+
+def _misshapen(space: Any, config: Dict[str, Any]) -> List[str]:
+    """What is no tensor, or one of another granularity or layer."""
+    expected = _shape(space)
+    found = []
+    for key in ("scale", "zero_point", *_TRACKED):
+        value = config.get(key)
+        if value is None:
+            continue  # a quantizer that has not seen anything yet
+        if not isinstance(value, Tensor):
+            found.append(f"{key} is a {type(value).__name__}, not a tensor")
+        elif expected is None:
+            continue
+        elif value.numel() != 1 if expected == () else key != "zero_point" and tuple(value.shape) != expected:
+            found.append(f"{key} has shape {tuple(value.shape)} in the config, {expected} here")
+    return found
+
+
+def _shape(space: Any) -> Optional[Tuple[int, ...]]:
+    """The shape of a target's scale, () for a single number; None where no forward has told it."""
+    if space._scaler is None:
+        return ()
+    if space._target_type.value == "parameter" and space.target is not None:
+        return tuple(space._scaler.shrink(space.target.detach(), keepdim=True).shape)
+    known = [t for t in (space.scale, space.tracked_max) if t is not None and t.numel()]
+    return tuple(known[0].shape) if known else None
 
 
 def _load(wrapper: Any, name: str, value: Tensor) -> None:

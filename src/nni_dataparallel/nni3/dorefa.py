@@ -39,11 +39,12 @@ class _Noise:
 
 def update_scale_zp(stock: Callable[..., None], self: Any, wrapper: Any, target_name: str, target: Any) -> None:
     """``DoReFaQuantizer.update_scale_zp``: the range of an input is the whole batch's; outputs agree on their noise."""
-    if target_name == "_output_0" and isinstance(target, Tensor):
+    if target_name == "_output_0" and isinstance(target, Tensor) and wrapper.training and not replicas.recomputing():
         _agree_on_noise(wrapper, target)
+    if replicas.recomputing():
+        return  # activation checkpointing: the scale is the forward's
     space = wrapper.quantization_target_spaces.get(target_name)
-    wanted = space is not None and space._target_type.value == "input" and self.check_target(wrapper, target_name)
-    if wanted and not replicas.recomputing():
+    if space is not None and space._target_type.value == "input" and self.check_target(wrapper, target_name):
         target = extremes(target, wrapper, space)
     stock(self, wrapper, target_name, target)
 
@@ -51,7 +52,7 @@ def update_scale_zp(stock: Callable[..., None], self: Any, wrapper: Any, target_
 def _agree_on_noise(wrapper: Any, output: Tensor) -> None:
     here = replicas.current()
     module = wrapper.module
-    if here is None or here.group.size == 1 or not output.dim() or not torch.is_grad_enabled():
+    if here is None or here.group.size == 1 or not output.dim():
         return
     if not getattr(module, "_backward_pre_hooks", None):
         return

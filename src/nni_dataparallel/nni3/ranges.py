@@ -67,6 +67,8 @@ def extremes(x: Tensor, wrapper: Any, space: Any) -> Tensor:
     if replicas.size() == 1 or is_parameter(space):
         return x
     name, x = space._target_name, x.detach()
+    if not x.is_floating_point():
+        x = x.to(torch.get_default_dtype())  # a negated minimum would wrap around
     if positional(space, x.dim()):
         return torch.cat(replicas.all_gather(x, wrapper, name))
     scaler = space._scaler

@@ -135,17 +135,22 @@ def load_from_state_dict(
     for name, parameter in self._parameters.items():
         saved = state_dict.get(prefix + name)
         if name.endswith(("_scale", "_zero_point")) and parameter is not None and isinstance(saved, Tensor):
-            if saved.shape != parameter.shape:
+            if not saved.numel() or not parameter.numel():
                 parameter.data = torch.empty(saved.shape, dtype=parameter.dtype, device=parameter.device)
-            if saved.numel():
+            if saved.shape == parameter.shape and saved.numel():
                 started = started | {name}
     self.started = started
     stock(self, state_dict, prefix, local_metadata, strict, *lists)
 
 
 def _unborn(wrapper: Any, state_dict: Dict[str, Any], prefix: str) -> List[str]:
-    """The buffers of targets of which a file knows nothing yet."""
+    """The buffers of targets of which a file of the wrapped model knows nothing yet.
+
+    A file without the wrapper's Parameters is one of another model and left to fail: ranges must not be lost to it.
+    """
     found: List[str] = []
+    if not all(prefix + name in state_dict for name in wrapper._parameters):
+        return found
     for name in wrapper.quantization_target_spaces:
         buffers = [f"{name}_{what}" for what in ("scale", "zero_point", "tracked_max", "tracked_min")]
         buffers = [buffer for buffer in buffers if buffer in wrapper._buffers]
