@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List
 
 import torch
 from torch import Tensor, nn
 
+from .. import given
+from .ranges import scale_shape
 from .wrapping import device_of
 
 __all__ = ["get_calibration_config", "update_calibration_config"]
@@ -24,7 +26,7 @@ def get_calibration_config(stock: Callable[..., Any], self: Any) -> Any:
     for targets in found.values():
         for config in targets.values():
             config.update({key: value.detach().clone() for key, value in config.items() if isinstance(value, Tensor)})
-    return found
+    return {name: dict(targets) for name, targets in found.items()}  # torch's safe loader knows no defaultdict
 
 
 def update_calibration_config(stock: Callable[..., None], self: Any, calibration_config: Dict[str, Dict[str, Any]]) -> None:
@@ -42,6 +44,14 @@ def update_calibration_config(stock: Callable[..., None], self: Any, calibration
             + "\n  ".join(problems)
             + "\nBuild the quantizer with the config_list that the calibration config was made with."
         )
+    absent = [
+        f"{module_name}: {target_name}"
+        for module_name, wrapper in self._module_wrappers.items()
+        for target_name in wrapper.quantization_target_spaces
+        if target_name not in calibration_config.get(module_name, {})
+    ]
+    if absent:
+        given.warn(f"the calibration config has no entry for {', '.join(absent)}: what is there stays as it is")
     tracks = hasattr(self, "track_min_max_val")  # the others' ranges are computed from their scales
     for module_name, targets in calibration_config.items():
         wrapper = self._module_wrappers[module_name]
@@ -86,7 +96,7 @@ def _problems(self: Any, calibration_config: Any) -> List[str]:
 
 def _misshapen(space: Any, config: Dict[str, Any]) -> List[str]:
     """What is no tensor, or one of another granularity or layer."""
-    expected = _shape(space)
+    expected = scale_shape(space)
     found = []
     for key in ("scale", "zero_point", *_TRACKED):
         value = config.get(key)
@@ -96,19 +106,9 @@ def _misshapen(space: Any, config: Dict[str, Any]) -> List[str]:
             found.append(f"{key} is a {type(value).__name__}, not a tensor")
         elif expected is None:
             continue
-        elif value.numel() != 1 if expected == () else key != "zero_point" and tuple(value.shape) != expected:
+        elif value.numel() != 1 if expected == () else tuple(value.shape) != expected:
             found.append(f"{key} has shape {tuple(value.shape)} in the config, {expected} here")
     return found
-
-
-def _shape(space: Any) -> Optional[Tuple[int, ...]]:
-    """The shape of a target's scale, () for a single number; None where no forward has told it."""
-    if space._scaler is None:
-        return ()
-    if space._target_type.value == "parameter" and space.target is not None:
-        return tuple(space._scaler.shrink(space.target.detach(), keepdim=True).shape)
-    known = [t for t in (space.scale, space.tracked_max) if t is not None and t.numel()]
-    return tuple(known[0].shape) if known else None
 
 
 def _load(wrapper: Any, name: str, value: Tensor) -> None:
