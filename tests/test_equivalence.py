@@ -98,6 +98,8 @@ def test_double_precision(case: Case, count: int, quantizer_class: Any, monkeypa
 @pytest.mark.parametrize("case", [case for case in CASES if case.trains], ids=lambda case: case.id)
 def test_stock_replicas_equal_one_device(case: Case, replicas: int, on_one_device: Record) -> None:
     """The fault this library exists for; the day it passes on stock, the fix is not needed any more."""
+    if IS_NEW and not hasattr(torch, "compile"):
+        pytest.skip("torch < 2.0 cannot tell that a replica computes with another one's parameters")
     # All replicas of 3.0 compute with device 0's parameters: on a CPU, unchecked, that would go unnoticed.
     wrap = replicated(replicas, check=IS_NEW)
     assert differences(on_one_device, train(stock_class(case.quantizer), case, RELEASE, wrap)) == []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any, List
 
 import pytest
 import torch
 from cases import Case, cases_for
 from conftest import CASES, IS_NEW, RELEASE
-from harness import advance, complete, data, replicated, snapshot, start_training, stock_class, unequal
+from harness import advance, complete, data, load_file, replicated, snapshot, start_training, stock_class, unequal
 
 from nni_dataparallel import load_quantizer_state_dict, patched, quantizer_state_dict
 
@@ -80,8 +81,15 @@ def test_stock_does_not_load_ranges() -> None:
         (lambda config: config["conv1"].update(bias={}), "conv1: bias is not quantised here"),
         (lambda config: config["conv1"]["weight"].update(quant_bits=4), "conv1: weight has quant_bits 8 here, 4 in the config"),
         (lambda config: config["fc"]["weight"].pop("scale"), "fc: weight has no 'scale' in the config"),
+        (lambda config: config.update(fc=None), "fc: expected a dict of targets, not NoneType"),
+        (lambda config: config["fc"].update(weight=[1.0]), "fc: weight: expected a dict, not list"),
+        (lambda config: config["fc"]["weight"].update(scale=[0.1]), "fc: weight: scale is a list, not a tensor"),
+        (
+            lambda config: config["fc"]["weight"].update(scale=torch.ones(10, 1)),
+            "fc: weight: scale has shape (10, 1) in the config, () here",
+        ),
     ],
-    ids=["layer", "target", "bits", "scale"],
+    ids=["layer", "target", "bits", "scale", "no targets", "no config", "list", "granularity"],
 )
 def test_a_config_that_does_not_fit_changes_nothing(change: Any, text: str) -> None:
     """Every problem is named, with the remedy; no layer is loaded, not even those that fit."""
@@ -102,6 +110,18 @@ def test_a_config_that_does_not_fit_changes_nothing(change: Any, text: str) -> N
             fresh.update_calibration_config("calibration.pth")
 
 
+def test_a_config_of_other_widths_is_refused() -> None:
+    """Per channel: the shape of a weight's scale is known before any forward."""
+    case = next(case for case in cases_for(RELEASE, "QATQuantizer") if case.name == "per channel, out")
+    with patched():
+        _, _, quantizer = trained(case)
+        config = copy.deepcopy(quantizer.get_calibration_config())
+        config["conv2"]["weight"]["scale"] = torch.ones(5, 1, 1, 1)
+        _, _, fresh = start_training(stock_class(case.quantizer), case, RELEASE)
+        with pytest.raises(ValueError, match=r"conv2: weight: scale has shape \(5, 1, 1, 1\) in the config, \(6, 1, 1, 1\) here"):
+            fresh.update_calibration_config(config)
+
+
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_the_warm_up_goes_on_where_it_stopped(steps: int) -> None:
     """quant_start_step counts from the loaded step, before, at and after the start; apply_method follows."""
@@ -118,3 +138,42 @@ def test_the_warm_up_goes_on_where_it_stopped(steps: int) -> None:
         ]
         assert set(methods[1]) == {"bypass" if steps < 2 else "qat_clamp_round"}
         assert methods[0] == methods[1]
+
+
+def test_a_config_without_some_layers_is_told() -> None:
+    """A warning names what stays as it is; the others are loaded."""
+    case = next(case for case in cases_for(RELEASE, "QATQuantizer") if case.name == "weight")
+    with patched():
+        _, _, quantizer = trained(case)
+        config = quantizer.get_calibration_config()
+        del config["conv2"]
+        _, _, fresh = start_training(stock_class(case.quantizer), case, RELEASE)
+        with pytest.warns(UserWarning, match=r"no entry for conv2: weight: what is there stays as it is"):
+            fresh.update_calibration_config(config)
+        found = fresh.get_calibration_config()
+    assert found["conv2"]["weight"]["scale"] is None
+    assert torch.equal(found["fc"]["weight"]["scale"], config["fc"]["weight"]["scale"])
+
+
+@each_case
+def test_a_calibration_config_is_read_by_the_safe_loader(case: Case) -> None:
+    """Dicts, tensors, numbers and strings only."""
+    file = io.BytesIO()
+    with patched():
+        config = trained(case)[2].get_calibration_config()
+    torch.save(config, file)
+    file.seek(0)
+    assert unequal("config", config, load_file(file)) == []
+
+
+def test_a_checkpoint_of_another_granularity_is_refused() -> None:
+    """torch's own size mismatch, in both directions, and the model is what it was."""
+    finely, one = (
+        next(case for case in cases_for(RELEASE, "QATQuantizer") if case.name == name) for name in ("per channel, out", "weight")
+    )
+    with patched():
+        for mine, other in ((finely, one), (one, finely)):
+            state = {name: t for name, t in trained(other)[0].state_dict().items() if "conv1" in name and "weight" in name}
+            net = start_training(stock_class(), mine, RELEASE)[0]
+            with pytest.raises(RuntimeError, match=r"size mismatch for conv1\._nni_wrapper\.weight_scale"):
+                net.load_state_dict(state, strict=False)

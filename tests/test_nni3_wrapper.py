@@ -24,6 +24,9 @@ each_case = pytest.mark.parametrize("case", CASES if IS_NEW else [], ids=lambda 
 each_trained = pytest.mark.parametrize("case", [c for c in CASES if c.trains] if IS_NEW else [], ids=lambda case: case.id)
 
 
+NOISY = hasattr(torch, "compile")  # the gradient is quantised from torch 2.0 on
+
+
 def case_of(quantizer: str, name: str) -> Case:
     return next(case for case in cases_for(RELEASE, quantizer) if case.name == name)
 
@@ -187,7 +190,7 @@ def test_at_most_one_meeting_per_observer_and_forward(case: Case, monkeypatch: p
         observers = 0 if case.quantizer == "BNNQuantizer" else sum(space._target_type.value != "parameter" for space in spaces)
         if case.quantizer == "DoReFaQuantizer":  # inputs have ranges, gradients have noise, outputs lie between 0 and 1
             observers = sum(space._target_type.value == "input" for space in spaces)
-            observers += sum(WEIGHT in wrapper.quantization_target_spaces for wrapper in wrappers(quantizer))
+            observers += NOISY * sum(WEIGHT in wrapper.quantization_target_spaces for wrapper in wrappers(quantizer))
         assert len(places) == 2 * observers
         places.clear()
         model.eval()

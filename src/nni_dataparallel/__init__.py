@@ -51,6 +51,12 @@ def __getattr__(name: str) -> Any:
         from .subclasses import quantizer
 
         return quantizer(name)
+    if name.endswith(("Pruner", "Distiller")):
+        # ImportError, since `from ... import` replaces the text of an AttributeError.
+        raise ImportError(
+            f"nni_dataparallel has no {name}: only quantizers exist as subclasses. Import {name} from NNI, and "
+            "nni_dataparallel.auto beside it."
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

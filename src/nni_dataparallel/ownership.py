@@ -94,7 +94,8 @@ if TorchDispatchMode is not None:
                 first, second = sorted(owners)[:2]
                 raise RuntimeError(
                     f"Expected all tensors to be on the same device, but found at least two virtual devices, "
-                    f"{first} and {second}, in {func._schema.name}. On GPUs this operation fails too."
+                    f"{first} and {second}, in {func._schema.name}. On GPUs this operation fails too. (Layers that NNI 3.0 has "
+                    "wrapped run on device 0 unless they are patched: import nni_dataparallel.auto)"
                 )
             result = func(*args, **kwargs)
             if len(owners) == 1:

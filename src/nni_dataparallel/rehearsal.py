@@ -60,4 +60,6 @@ def rehearse(model: nn.Module, replicas: int = 2, dim: int = 0, check: bool = Tr
         raise TypeError(f"rehearse() takes a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise TypeError(f"the model is wrapped in {type(model).__name__} already: rehearse(model.module, replicas)")
+    if not isinstance(replicas, int):
+        raise TypeError(f"replicas is a number, not {type(replicas).__name__}")
     return Rehearsal(model, replicas, dim, check)

@@ -122,19 +122,21 @@ class Share(NamedTuple):
     """Rows of the whole batch."""
     numel: int
     """Elements of the whole batch."""
+    token: Any = None
+    """What the first replica of this process brought along."""
 
 
-def share_of(length: int, numel: int, module: Module, slot: str) -> Share:
+def share_of(length: int, numel: int, module: Module, slot: str, token: Any = None) -> Share:
     """What this thread's ``length`` rows and ``numel`` elements are of the whole batch."""
     if alone():
-        return Share(0, length, numel)
-    parts = _met((length, numel), module, slot)
+        return Share(0, length, numel, token)
+    parts = _met((length, numel, token), module, slot)
     mine = [sum(part[i] for _, part in parts) for i in (0, 1)]
     own = ranks.current()
     others = _across(lambda group: group.gather_numbers(mine), [tuple(mine)], parts, module, slot)
     before = sum(part[0] for part in others[: own.rank]) if own is not None else 0
     before += sum(part[0] for r, part in parts if r < rank())
-    return Share(before, sum(part[0] for part in others), sum(part[1] for part in others))
+    return Share(before, sum(part[0] for part in others), sum(part[1] for part in others), parts[0][1][2])
 
 
 def all_gather_object(value: Any, module: Module, slot: str) -> List[Any]:

@@ -7,6 +7,8 @@ from typing import Any, Callable, Dict, List
 import torch
 from torch import Tensor, nn
 
+from .. import given
+from .ranges import scale_shape
 from .wrapping import device_of
 
 __all__ = ["get_calibration_config", "update_calibration_config"]
@@ -24,7 +26,7 @@ def get_calibration_config(stock: Callable[..., Any], self: Any) -> Any:
     for targets in found.values():
         for config in targets.values():
             config.update({key: value.detach().clone() for key, value in config.items() if isinstance(value, Tensor)})
-    return found
+    return {name: dict(targets) for name, targets in found.items()}  # torch's safe loader knows no defaultdict
 
 
 def update_calibration_config(stock: Callable[..., None], self: Any, calibration_config: Dict[str, Dict[str, Any]]) -> None:
@@ -42,6 +44,14 @@ def update_calibration_config(stock: Callable[..., None], self: Any, calibration
             + "\n  ".join(problems)
             + "\nBuild the quantizer with the config_list that the calibration config was made with."
         )
+    absent = [
+        f"{module_name}: {target_name}"
+        for module_name, wrapper in self._module_wrappers.items()
+        for target_name in wrapper.quantization_target_spaces
+        if target_name not in calibration_config.get(module_name, {})
+    ]
+    if absent:
+        given.warn(f"the calibration config has no entry for {', '.join(absent)}: what is there stays as it is")
     tracks = hasattr(self, "track_min_max_val")  # the others' ranges are computed from their scales
     for module_name, targets in calibration_config.items():
         wrapper = self._module_wrappers[module_name]
@@ -57,13 +67,19 @@ def update_calibration_config(stock: Callable[..., None], self: Any, calibration
 def _problems(self: Any, calibration_config: Any) -> List[str]:
     if not isinstance(calibration_config, dict):
         return [f"expected what get_calibration_config() returned, not {type(calibration_config).__name__}"]
-    found = []
+    found: List[str] = []
     for module_name, targets in calibration_config.items():
         spaces = getattr(self._module_wrappers.get(module_name), "quantization_target_spaces", {})
+        if not isinstance(targets, dict):
+            found.append(f"{module_name}: expected a dict of targets, not {type(targets).__name__}")
+            continue
         for target_name, config in targets.items():
             space = spaces.get(target_name)
             if space is None:
                 found.append(f"{module_name}: {target_name} is not quantised here")
+                continue
+            if not isinstance(config, dict):
+                found.append(f"{module_name}: {target_name}: expected a dict, not {type(config).__name__}")
                 continue
             own = {"quant_dtype": space.quant_dtype or "int8", "quant_scheme": space.quant_scheme, "quant_bits": space.quant_bits}
             found += [
@@ -74,6 +90,24 @@ def _problems(self: Any, calibration_config: Any) -> List[str]:
             found += [
                 f"{module_name}: {target_name} has no {key!r} in the config" for key in ("scale", "zero_point") if key not in config
             ]
+            found += [f"{module_name}: {target_name}: {text}" for text in _misshapen(space, config)]
+    return found
+
+
+def _misshapen(space: Any, config: Dict[str, Any]) -> List[str]:
+    """What is no tensor, or one of another granularity or layer."""
+    expected = scale_shape(space)
+    found = []
+    for key in ("scale", "zero_point", *_TRACKED):
+        value = config.get(key)
+        if value is None:
+            continue  # a quantizer that has not seen anything yet
+        if not isinstance(value, Tensor):
+            found.append(f"{key} is a {type(value).__name__}, not a tensor")
+        elif expected is None:
+            continue
+        elif value.numel() != 1 if expected == () else tuple(value.shape) != expected:
+            found.append(f"{key} has shape {tuple(value.shape)} in the config, {expected} here")
     return found
 
 

@@ -10,6 +10,8 @@ from typing import Any, Callable, Dict
 
 from torch import nn
 
+from ..given import described, kind_of
+
 __all__ = ["copy_without_graph", "register_teacher_wrappers"]
 
 _PREFIX = "module."
@@ -34,6 +36,13 @@ def register_teacher_wrappers(stock: Callable[..., Any], self: Any) -> Any:
     self.teacher_model = teacher
     try:
         return stock(self)
+    except KeyError as error:
+        if error.args[0] in names:
+            raise
+        raise KeyError(
+            f"{type(self).__name__}: {error.args[0]!r} in `link` is no layer of the teacher {kind_of(teacher)}, whose layers are: "
+            f"{described(teacher)}"
+        ) from error
     finally:
         self.teacher_model = given
 

@@ -40,22 +40,22 @@ class _Noise:
 
 def update_scale_zp(stock: Callable[..., None], self: Any, wrapper: Any, target_name: str, target: Any) -> None:
     """``DoReFaQuantizer.update_scale_zp``: the range of an input is the whole batch's; outputs agree on their noise."""
-    if target_name == "_output_0" and isinstance(target, Tensor):
+    if target_name == "_output_0" and isinstance(target, Tensor) and wrapper.training and not replicas.recomputing():
         _agree_on_noise(wrapper, target)
+    if replicas.recomputing():
+        return  # activation checkpointing: the scale is the forward's
     space = wrapper.quantization_target_spaces.get(target_name)
-    wanted = space is not None and space._target_type.value == "input" and self.check_target(wrapper, target_name)
-    if wanted and not replicas.recomputing():
+    if space is not None and space._target_type.value == "input" and self.check_target(wrapper, target_name):
         target = extremes(target, wrapper, space)
     stock(self, wrapper, target_name, target)
 
 
 def _agree_on_noise(wrapper: Any, output: Tensor) -> None:
     module = wrapper.module
-    if replicas.alone() or not output.dim() or not torch.is_grad_enabled() or not getattr(module, "_backward_pre_hooks", None):
+    if replicas.alone() or not output.dim() or not getattr(module, "_backward_pre_hooks", None):
         return
-    rows = replicas.share_of(len(output), output.numel(), wrapper, "noise")
-    noise = replicas.all_gather_object(_Noise(output.device), wrapper, "the same noise")[0]
-    module.__dict__.setdefault("noise", []).append((rows, noise))
+    rows = replicas.share_of(len(output), output.numel(), wrapper, "noise", _Noise(output.device))
+    module.__dict__.setdefault("noise", []).append((rows, rows.token))
 
 
 def quant_dequant_gradient_hook(stock: Callable[..., None], self: Any, target_space: Any) -> None:

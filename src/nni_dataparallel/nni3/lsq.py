@@ -36,11 +36,12 @@ def register_parameters(stock: Callable[..., None], self: Any) -> None:
     for module_name, spaces in self._target_spaces.items():
         wrapper = self._module_wrappers[module_name]
         for target_name, space in spaces.items():
-            like, example = _examples(wrapper, space)
+            like, example = _examples(wrapper, space, self.bound_model)
             for name in _names(wrapper, target_name):
                 parameter = wrapper._parameters[name]
-                # NNI's scales are float32, in a double model too; half precision would refuse to mix with them.
-                parameter.data = parameter.data.to(like.device, like.dtype if like.element_size() < 4 else torch.float32)
+                # NNI's scales are of the default dtype, in a double model too; half precision would refuse to mix with them.
+                dtype = like.dtype if like.element_size() < 4 else torch.get_default_dtype()
+                parameter.data = parameter.data.to(like.device, dtype)
                 if example is None:
                     parameter.data = parameter.data.new_empty(0)
             if example is not None:
@@ -50,14 +51,15 @@ def register_parameters(stock: Callable[..., None], self: Any) -> None:
                     wrapper._buffers[space._zero_point_name] = zero_point
 
 
-def _examples(wrapper: Any, space: Any) -> Tuple[Tensor, Optional[Tensor]]:
+def _examples(wrapper: Any, space: Any, model: nn.Module) -> Tuple[Tensor, Optional[Tensor]]:
     """A tensor of the layer, and one of the target's shape as far as scales depend on it.
 
     The latter is None where only a forward can tell.
     """
     module = wrapper.module
-    tensors = (*wrapper.parameters(recurse=False), *module.parameters(), *module.buffers())
-    like = next((t.detach() for t in tensors if t.is_floating_point() and t.numel()), torch.zeros(1))
+    named = (*module.named_parameters(), *module.named_buffers(), *model.named_parameters())
+    tensors = (t.detach() for name, t in named if not name.endswith(("_scale", "_zero_point")))
+    like = next((t for t in tensors if t.is_floating_point() and t.numel()), torch.zeros(1))
     if is_parameter(space):
         return like, None if space.target is None else space.target.detach()
     if space._scaler is None:

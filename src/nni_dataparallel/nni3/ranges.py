@@ -17,7 +17,7 @@ from .. import replicas
 from ..replicas import Share
 from .views import is_parameter
 
-__all__ = ["extremes", "kernel_of", "positional", "rows_of", "tracked_once_per_batch", "whole_shape"]
+__all__ = ["extremes", "kernel_of", "positional", "rows_of", "scale_shape", "tracked_once_per_batch", "whole_shape"]
 
 
 def kernel_of(space: Any, dims: int) -> List[int]:
@@ -31,6 +31,16 @@ def kernel_of(space: Any, dims: int) -> List[int]:
 def positional(space: Any, dims: int) -> bool:
     """Whether the samples of a batch have scales of their own (a granularity that leaves the batch dimension out)."""
     return space._scaler is not None and dims > 0 and kernel_of(space, dims)[0] != -1
+
+
+def scale_shape(space: Any) -> Optional[Tuple[int, ...]]:
+    """The shape of a target's scale, () for a single number; None where no forward has told it."""
+    if space._scaler is None:
+        return ()
+    if space._target_type.value == "parameter" and space.target is not None:
+        return tuple(space._scaler.shrink(space.target.detach(), keepdim=True).shape)
+    known = [t for t in (space.scale, space.tracked_max) if t is not None and t.numel()]
+    return tuple(known[0].shape) if known else None
 
 
 def rows_of(wrapper: Any, name: str, x: Tensor) -> Optional[Share]:
@@ -56,6 +66,8 @@ def extremes(x: Tensor, wrapper: Any, space: Any) -> Tensor:
     if replicas.alone() or is_parameter(space):
         return x
     name, x = space._target_name, x.detach()
+    if not x.is_floating_point():
+        x = x.to(torch.get_default_dtype())  # a negated minimum would wrap around
     if positional(space, x.dim()):
         return torch.cat(replicas.all_gather(x, wrapper, name))
     scaler = space._scaler

@@ -151,10 +151,15 @@ LEARNED = ("lsq_clamp_round", "lsq_plus_clamp_round")
 def apply_quant_helper(stock: Callable[..., Tensor], self: Any, target: Tensor, target_space: Any) -> Tensor:
     """``ModuleWrapper._apply_quant_helper``: NNI's formulas, with the part of a scale that is this shard's."""
     method = target_space._setting.get("apply_method") or "clamp_round"
-    own = OWN.get(method)
+    own = OWN.get(method) if _is_nnis(stock.__globals__["quant_apply_methods"].get(method)) else None
     if own is None or target_space.scale is None or target_space.zero_point is None:
         return stock(self, target, target_space)
     return own(target, target_space, _scale_of(self, target, target_space, method in LEARNED))
+
+
+def _is_nnis(function: Any) -> bool:
+    """Whether a method of the registry is NNI's, and not one that the user put in its place."""
+    return str(getattr(getattr(function, "__self__", function), "__module__", "")).startswith("nni.")
 
 
 def _scale_of(wrapper: Any, x: Tensor, space: Any, learned: bool) -> _Scale:
@@ -164,6 +169,12 @@ def _scale_of(wrapper: Any, x: Tensor, space: Any, learned: bool) -> _Scale:
     rows = rows_of(wrapper, space._target_name, x) if by_position or (learned and not parameter) else None
     if rows is not None and by_position:
         step = kernel_of(space, x.dim())[0]
+        if rows.first % step or len(x) % step:
+            raise RuntimeError(
+                f"{space._target_name} of layer {wrapper.name!r}: {step} rows share a scale, but this replica has rows "
+                f"{rows.first} to {rows.first + len(x)}. Use batches that divide by {step} times the number of replicas, "
+                "or a granularity with -1 in the batch dimension."
+            )
         scale, zero_point = (t[rows.first // step : (rows.first + len(x)) // step] for t in (scale, zero_point))
     if space._scaler is not None:
         shape = list(x.shape)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy as copying
 import types
+import warnings
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ __all__ = ["View", "batch_of", "holder_of", "is_parameter", "localise", "report"
 
 _SPACES = ("pruning_target_spaces", "quantization_target_spaces", "distillation_target_spaces")
 Local = Callable[[Module], Module]
+_told: Set[int] = set()
 
 
 def is_parameter(space: Any) -> bool:
@@ -72,8 +74,12 @@ class View:
         self._module = weakref.ref(local(wrapper.module))
         self._fused = [weakref.ref(local(module)) for module in wrapper.fused_modules]
         self._before: Dict[str, Any] = {}
+        self._depth = 0
 
     def enter(self, wrapper: Any) -> None:
+        self._depth += 1
+        if self._depth > 1:  # a layer that calls itself
+            return
         state = wrapper.__dict__
         self._before = {name: state[name] for name in ("module", "fused_modules", *_SPACES)}
         state["module"] = _alive(self._module)
@@ -82,8 +88,10 @@ class View:
             state[kind] = {name: _own(space, wrapper) for name, space in state[kind].items()}
 
     def leave(self, wrapper: Any) -> None:
-        wrapper.__dict__.update(self._before)
-        self._before = {}
+        self._depth -= 1
+        if not self._depth:
+            wrapper.__dict__.update(self._before)
+            self._before = {}
 
 
 def _own(space: Any, wrapper: Any) -> Any:
@@ -114,7 +122,19 @@ def localise(stock: None, self: Any, copy: Any, local: Local) -> None:
 
 def _current(function: Callable[..., Any]) -> Callable[..., Any]:
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-    return getattr(owner, name, function) if owner is not None else function
+    if owner is None:
+        return function
+    method = getattr(owner, name, function)
+    inner = getattr(method, "__func__", method)
+    if not getattr(inner, "__module__", "").startswith("nni.") and id(inner.__code__) not in _told:
+        _told.add(id(inner.__code__))
+        warnings.warn(
+            f"{type(owner).__name__}.{name} is a tracking function of your own: on a replica it sees this replica's share of "
+            "the batch. Call super() in it, which hands NNI's the whole batch's extremes, or train on one device.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return method
 
 
 def report(wrapper: Any) -> None:
@@ -154,8 +174,15 @@ def _cut(shapes: List[Any]) -> int:
     return uneven[0] if uneven else 0
 
 
+def _whole_rank(shapes: List[Any]) -> List[List[int]]:
+    """Shapes of the same number of dimensions: a shard of one sample may have lost its first one to ``squeeze()``."""
+    most = max(len(shape) for shape in shapes)
+    return [[1] * (most - len(shape)) + list(shape) for shape in shapes]
+
+
 def batch_of(shapes: List[List[int]]) -> List[int]:
     """The shape of the batch whose shards have these shapes."""
+    shapes = _whole_rank(shapes)
     whole = list(shapes[0])
     if whole:
         dim = _cut(shapes)
@@ -171,4 +198,5 @@ def _joined(states: List[Tensor], layer: str, target: str) -> Tensor:
             f"the hidden state {target} of layer {layer!r} is a single number: those of {len(states)} replicas cannot be joined "
             "to a batch. Distil a target with a batch dimension, or train on one device."
         )
-    return torch.cat([state.to(states[0].device) for state in states], _cut([state.shape for state in states]))
+    shapes = _whole_rank([state.shape for state in states])
+    return torch.cat([state.to(states[0].device).reshape(shape) for state, shape in zip(states, shapes)], _cut(shapes))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .. import replicas
 from ..recording import recorded
+from .ranges import scale_shape
 from .views import is_parameter, report, spaces_of
 
 __all__ = ["device_of", "forward", "load_from_state_dict", "recomputed_buffers", "unwrap", "wrap"]
@@ -129,26 +130,36 @@ def load_from_state_dict(
     shape, and are not started anew by the next forward.
     """
     started: FrozenSet[str] = self.__dict__.get("started", frozenset())
+    expected = {t: scale_shape(space) for t, space in self.quantization_target_spaces.items()}
     for name, buffer in self._buffers.items():
         saved = state_dict.get(prefix + name)
         if buffer is None and isinstance(saved, Tensor):
-            self._buffers[name] = torch.empty_like(saved, device=device_of(self, saved))
+            # Of the shape that the target has here: torch says so if the file's is another.
+            target = next((t for t in expected if name.startswith(f"{t}_")), "")
+            shape = expected.get(target)
+            fits = shape is None or (saved.numel() == 1 if shape == () else tuple(saved.shape) == shape)
+            self._buffers[name] = saved.new_empty(saved.shape if fits else shape or (), device=device_of(self, saved))
     for name in _unborn(self, state_dict, prefix) if strict else ():
         self._buffers[name] = None
     for name, parameter in self._parameters.items():
         saved = state_dict.get(prefix + name)
         if name.endswith(("_scale", "_zero_point")) and parameter is not None and isinstance(saved, Tensor):
-            if saved.shape != parameter.shape:
+            if not saved.numel() or not parameter.numel():
                 parameter.data = torch.empty(saved.shape, dtype=parameter.dtype, device=parameter.device)
-            if saved.numel():
+            if saved.shape == parameter.shape and saved.numel():
                 started = started | {name}
     self.started = started
     stock(self, state_dict, prefix, local_metadata, strict, *lists)
 
 
 def _unborn(wrapper: Any, state_dict: Dict[str, Any], prefix: str) -> List[str]:
-    """The buffers of targets of which a file knows nothing yet."""
+    """The buffers of targets of which a file of the wrapped model knows nothing yet.
+
+    A file without the wrapper's Parameters is one of another model and left to fail: ranges must not be lost to it.
+    """
     found: List[str] = []
+    if not all(prefix + name in state_dict for name in wrapper._parameters):
+        return found
     for name in wrapper.quantization_target_spaces:
         buffers = [f"{name}_{what}" for what in ("scale", "zero_point", "tracked_max", "tracked_min")]
         buffers = [buffer for buffer in buffers if buffer in wrapper._buffers]
