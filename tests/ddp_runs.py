@@ -33,10 +33,10 @@ def launch(script: Path, world: int, *arguments: str, limit: float = 300.0) -> L
     return processes
 
 
-def run(world: int, way: str) -> List[Dict[str, Any]]:
+def run(world: int, way: str, worker: Path = WORKER, limit: float = 300.0) -> List[Dict[str, Any]]:
     """What each rank of a run over all cases left: case -> record, or the error in words."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = launch(WORKER, world, folder, way)
+        processes = launch(worker, world, folder, way, limit=limit)
         for rank, process in enumerate(processes):
             if process.returncode:
                 raise RuntimeError(f"rank {rank} of {world} failed:\n{process.stderr.read()[-3000:]}")
