@@ -10,6 +10,10 @@ from conftest import RELEASE
 from harness import BATCHES, one_device
 
 NOT_EMPTY = (8, 7, 5, 2, 3)  # where stock stops at a rank without rows, and the others wait for it
+EVEN_TOO = (
+    *("SlimPruner", "TaylorPruner", "MovementPruner: threshold", "Dynamic: mse", "Dynamic: kl", "Dynamic: a choice of links"),
+    *("Adaptive1d: same widths", "Taylor, links: rank 0 validates"),
+)
 EVEN = (8, 6, 4, 2, 8)  # even shards: the mean of their mean losses is the whole batch's mean loss
 
 if RELEASE == "3.0":
@@ -72,11 +76,12 @@ def layers_by_name() -> Iterator[None]:
 def _cases() -> List[DdpCase]:
     if RELEASE != "3.0":
         return [DdpCase(case.name, case.run) for case in scripts.pruner_cases(RELEASE)]
-    known = [*pruners.CASES, *distillers.CASES]
-    even = ("SlimPruner", "MovementPruner: threshold", "TaylorPruner", "Dynamic: links")
+    from ddp_pruner_scripts import EVEN_CASES, MORE_CASES
+
+    known = [*pruners.CASES, *distillers.CASES, *MORE_CASES]
     return [
         *(DdpCase(case.name, case.run, NOT_EMPTY if case in distillers.CHAINS else BATCHES) for case in known),
-        *(DdpCase(f"{case.name} (even shards)", case.run, EVEN, True) for case in known if case.name in even),
+        *(DdpCase(f"{case.name} (even shards)", case.run, EVEN, True) for case in [*known, *EVEN_CASES] if case.name in EVEN_TOO),
     ]
 
 

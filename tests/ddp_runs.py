@@ -18,10 +18,11 @@ def launch(script: Path, world: int, *arguments: str, limit: float = 300.0) -> L
     """Run ``script RANK WORLD ...`` in ``world`` processes; the first that fails ends the others."""
     command = [sys.executable, str(script)]
     environment = {**__import__("os").environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(p for p in sys.path if p)}
-    processes = [
-        subprocess.Popen([*command, str(rank), str(world), *arguments], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(world)
-    ]
+    processes = []
+    for rank in range(world):
+        environment["PYTHONHASHSEED"] = str(rank + 1)  # NNI goes through sets: as elsewhere, every process in an order of its own
+        whole = [*command, str(rank), str(world), *arguments]
+        processes.append(subprocess.Popen(whole, env=environment, stderr=subprocess.PIPE, text=True))
     end = time.monotonic() + limit
     while any(process.poll() is None for process in processes) and time.monotonic() < end:
         time.sleep(0.1)

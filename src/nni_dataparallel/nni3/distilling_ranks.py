@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ranks import Ranks
-from .reducing import in_order, ranks_of
+from ..sharing import ranks_of
+from .reducing import in_order
 
 __all__ = ["compute_distill_loss", "register_linears_optimization"]
 

@@ -1,54 +1,21 @@
-"""Which ranks share the batch that a wrapper of NNI 3.0 saw, and TaylorPruner's gradients over all of them.
+"""TaylorPruner of NNI 3.0 under DDP: the gradients of all ranks, in layers that all ranks go through in one order.
 
-A hook on a Parameter sees the gradient before DDP reduces it, outside of DDP's forward: whose batch that was is
-remembered in the forward. Nothing communicates in a hook, where ranks might come by in another order, but after the
-optimizer's step, by the order of names.
+A hook on a Parameter sees the gradient before DDP reduces it. Nothing communicates in the hook, by which ranks might come
+in another order, but after the optimizer's step, in the order of names.
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
-from .. import ranks, replicas
+from .. import replicas
 from ..ranks import Ranks
+from ..sharing import ranks_of
 
-__all__ = ["by_name", "in_order", "note_ranks", "ranks_of", "register_hooks"]
-
-
-class _Seen(NamedTuple):
-    when: int
-    ranks: Optional[Ranks]
-
-
-_clock = itertools.count()
-# Beside the wrappers, since a process group can be neither copied nor saved. Forwards without gradients (a validation
-# on rank 0) come between a forward and what follows from its gradients.
-_latest: weakref.WeakKeyDictionary[Module, _Seen] = weakref.WeakKeyDictionary()
-_latest_trained: weakref.WeakKeyDictionary[Module, _Seen] = weakref.WeakKeyDictionary()
-
-
-def note_ranks(wrapper: Module) -> None:
-    """Remember who shares the batch of this forward."""
-    if replicas.recomputing():
-        return
-    here = replicas.current()
-    original = wrapper if here is None else here.original(wrapper) or wrapper
-    seen = _Seen(next(_clock), ranks.current())
-    _latest[original] = seen
-    if torch.is_grad_enabled():
-        _latest_trained[original] = seen
-
-
-def ranks_of(wrappers: Iterable[Module], trained: bool = False) -> Optional[Ranks]:
-    """Who shared the batch of these wrappers' latest forward (``trained``: that had gradients); None for one device."""
-    known = _latest_trained if trained else _latest
-    return max((known[wrapper] for wrapper in wrappers if wrapper in known), default=_Seen(0, None), key=lambda s: s.when).ranks
+__all__ = ["by_name", "in_order", "register_hooks"]
 
 
 def by_name(compressor: Any) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import replicas
 from ..recording import recorded
-from .reducing import note_ranks
+from ..sharing import note_ranks
 from .views import is_parameter, report, spaces_of
 
 __all__ = ["device_of", "forward", "load_from_state_dict", "recomputed_buffers", "unwrap", "wrap"]
