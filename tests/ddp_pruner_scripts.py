@@ -74,11 +74,16 @@ class InOneGo(Script):
         self.saved["distiller"] = quantizer_state_dict(self.distiller)
 
 
-def _distilled(script: InOneGo, first: int, last: int) -> Any:
+def start(script: InOneGo, first: int, last: int) -> Any:
+    """A distiller whose training does the steps from ``first`` to ``last``."""
     script.first, script.last = first, last
     distiller = distillers.adaptive(distillers.WIDTHS)(script, distillers.wide(), distillers.plain_predict(script.wrap))
     distiller.track_forward(nni3_scripts.data((2,))[0][0])
     script.distiller = distiller
+    return distiller
+
+
+def compressed(distiller: Any) -> Any:
     torch.manual_seed(7)
     distiller.compress(distillers.STEPS, None)
     return distiller
@@ -88,11 +93,11 @@ def stopped_and_resumed(wrap: Wrap) -> Outcome:
     """On one device this never stops: what the ranks are compared with."""
     script = InOneGo(wrap, distillers.narrow())
     stop = 4 if torch.distributed.is_initialized() else distillers.STEPS
-    distiller = _distilled(script, 0, stop)
+    distiller = compressed(start(script, 0, stop))
     if stop < distillers.STEPS:
         before, script = script, InOneGo(wrap, distillers.narrow())
         script.saved, script.losses = before.saved, before.losses
-        distiller = _distilled(script, stop, distillers.STEPS)
+        distiller = compressed(start(script, stop, distillers.STEPS))
     outcome = script.outcome(distiller)
     linears = quantizer_state_dict(distiller)["trans_linears"]
     outcome.more = {f"{place} {name}": t for place, own in linears.items() for name, t in own.items()}

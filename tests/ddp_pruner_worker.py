@@ -1,19 +1,22 @@
 """One rank of a DDP run of the pruners and distillers over gloo, case by case.
 
-    python tests/ddp_pruner_worker.py RANK WORLD FOLDER (patched | stock)
+    python tests/ddp_pruner_worker.py RANK WORLD FOLDER stock
 
-Started by ``test_ddp_pruners.py``. The scripts of the other tests are run as they are, on this rank's rows.
+Started by ``test_ddp_pruners.py``: all cases with stock NNI, and then again with the fixes, in the same processes. The scripts of the other tests are run as they are, on this rank's rows.
 """
 
 from __future__ import annotations
 
-from typing import Any, List, Tuple
+import functools
+from typing import Any, Callable, Iterator, List, Tuple
 
 import ddp_worker
 import torch
 from ddp_pruner_cases import CASES, DdpCase, in_place, scripts
-from ddp_worker import RANK, WAY, WORLD, shard
+from ddp_worker import RANK, WORLD, shard
 from torch import Tensor, distributed, nn
+
+import nni_dataparallel
 
 cross_entropy, manual_seed = nn.functional.cross_entropy, torch.manual_seed
 
@@ -43,6 +46,13 @@ def run(case: DdpCase) -> object:
     return outcome
 
 
+def both_ways() -> Iterator[Tuple[str, Callable[[], Any]]]:
+    for way in ("stock", "patched"):
+        if way == "patched":
+            nni_dataparallel.patch()
+        for case in CASES:
+            yield f"{way}: {case.name}", functools.partial(run, case)
+
+
 if __name__ == "__main__":
-    limit = 60.0 if WAY == "patched" else 20.0
-    ddp_worker.main(((case.name, lambda case=case: run(case)) for case in CASES), limit)
+    ddp_worker.main(both_ways(), limit=30.0)

@@ -1,4 +1,4 @@
-"""Which ranks shared the batch that a layer saw last: for what happens after DDP's forward, in the loss and in hooks of backward."""
+"""Which ranks shared the batch that a layer saw last: for what comes after DDP's forward, in losses and backward hooks."""
 
 from __future__ import annotations
 
