@@ -2,7 +2,8 @@
 
     python tests/ddp_pruner_worker.py RANK WORLD FOLDER stock
 
-Started by ``test_ddp_pruners.py``: all cases with stock NNI, and then again with the fixes, in the same processes. The scripts of the other tests are run as they are, on this rank's rows.
+Started by ``test_ddp_pruners.py``: all cases with stock NNI, and then again with the fixes, in the same processes. The
+scripts of the other tests are run as they are, on this rank's rows.
 """
 
 from __future__ import annotations
