@@ -20,8 +20,6 @@ from ddp_pruner_cases import CASES, DdpCase, on_one_device, scripts
 
 from nni_dataparallel import is_patched, patched
 
-# xdist: the launch would be made once per worker.
-pytestmark = [pytest.mark.xdist_group("ddp_pruners")]
 WORLD = 2
 WORKER = Path(__file__).parent / "ddp_pruner_worker.py"
 
@@ -36,7 +34,7 @@ def reference(case: DdpCase) -> Any:
 @functools.lru_cache(maxsize=None)
 def ranks() -> List[Dict[str, Any]]:
     """What every rank of the one run over all cases left."""
-    return ddp_runs.run(WORLD, "stock", WORKER, limit=150.0)
+    return ddp_runs.run_once(WORLD, "stock", WORKER, limit=200.0)
 
 
 def left(way: str, case: DdpCase) -> List[Any]:
