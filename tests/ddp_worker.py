@@ -8,10 +8,11 @@ Started by ``ddp_runs.py``, which compares. A loss is divided by the whole batch
 from __future__ import annotations
 
 import datetime
+import functools
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, List, Tuple
+from typing import Any, Callable, Iterable, List, Tuple
 
 import harness
 import torch
@@ -68,24 +69,25 @@ def wrapped(case: Case, net: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(net, find_unused_parameters=IS_NEW and case.fold)
 
 
-def main() -> None:
+def main(cases: Iterable[Tuple[str, Callable[[], Any]]], limit: float = 60.0) -> None:
+    """Run the cases one after the other; a rank that waits longer than ``limit`` seconds for another gives up."""
     warnings.simplefilter("ignore")
-    harness.step, harness.watch = step, watch
     store = distributed.FileStore(str(FOLDER / "store"), WORLD)
-    timeout = datetime.timedelta(seconds=60)
+    timeout = datetime.timedelta(seconds=limit)
     distributed.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD, timeout=timeout)
     if WAY == "patched":
         nni_dataparallel.patch()
     found: List[Tuple[str, Any]] = []
-    for case in CASES:
+    for name, run in cases:
         try:
-            found.append((case.id, train(case)))
+            found.append((name, run()))
         except Exception as error:
-            found.append((case.id, f"{type(error).__name__}: {error}"))
+            found.append((name, f"{type(error).__name__}: {error}"))
         torch.save(found, FOLDER / f"{RANK}.pt")
         distributed.barrier()
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    harness.step, harness.watch = step, watch
+    main((case.id, functools.partial(train, case)) for case in CASES)

@@ -70,7 +70,7 @@ class Script:
         self,
         model: nn.Module,
         optimizer: Any,
-        criterion: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
+        criterion: Optional[Callable[[Tensor, Tensor], Tensor]] = None,
         seed: int = 1,
         steps: int = len(SIZES),
         before_step: Optional[Callable[[], None]] = None,
@@ -78,6 +78,7 @@ class Script:
         parallel = self.wrap(model)
         parallel.train()
         freeze_norms(parallel)
+        criterion = criterion or nn.functional.cross_entropy
         for x, target in data(SIZES[:steps], seed):
             optimizer.zero_grad()
             loss = criterion(parallel(x), target)

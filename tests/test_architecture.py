@@ -18,7 +18,7 @@ FLOORS: List[Set[str]] = [
     {"group", "ranks", "virtual"},
     {"worker"},
     {"replicas"},
-    {"parallel", "recording", "rehearsal"},
+    {"parallel", "recording", "rehearsal", "sharing"},
     {"nni2", "nni3"},
     {"fixes", "checkpoints"},
     {"api", "subclasses"},

@@ -13,7 +13,7 @@ __all__ = ["load_quantizer_state_dict", "quantizer_state_dict"]
 def _line(quantizer: Any) -> Any:
     if hasattr(quantizer, "bound_model") and hasattr(quantizer, "get_modules_wrapper"):
         return nni2
-    if hasattr(quantizer, "bound_model") and getattr(quantizer, "mode", None) == "quantization":
+    if hasattr(quantizer, "bound_model") and getattr(quantizer, "mode", None) in ("quantization", "distillation"):
         return nni3
     raise TypeError(
         f"expected an NNI quantizer (what QAT_Quantizer(model, ...) returns), not {type(quantizer).__name__}; "
@@ -22,12 +22,12 @@ def _line(quantizer: Any) -> Any:
 
 
 def quantizer_state_dict(quantizer: Any) -> Dict[str, Any]:
-    """What a quantizer keeps outside the model's and the optimizer's ``state_dict``.
+    """What a quantizer (or a distiller of NNI 3.0) keeps outside the model's and the optimizer's ``state_dict``.
 
     Parameters
     ----------
     quantizer
-        Any quantizer of NNI 1.4 - 3.0, stock or fixed.
+        Any quantizer of NNI 1.4 - 3.0, stock or fixed; a distiller of 3.0.
 
     Returns
     -------
@@ -38,7 +38,8 @@ def quantizer_state_dict(quantizer: Any) -> Dict[str, Any]:
         ``NaiveQuantizer`` ``{"layer_scale": {layer: scale}}``; in ``ObserverQuantizer``
         ``{"observers": {"layer/slot": its state_dict}}``; after ``load_calibration_config``
         ``{"calibrated": [layer]}``. In NNI 3.0 ``{"current_step": int}``, ``{"is_init": bool}`` or
-        ``{"is_compressed": bool}``, as the quantizer has them.
+        ``{"is_compressed": bool}``, as the quantizer has them; in ``Adaptive1dLayerwiseDistiller``
+        ``{"trans_linears": {"layer/target": its state_dict}}``, which exist inside the training function.
 
     Raises
     ------

@@ -28,6 +28,7 @@ __all__ = [
     "is_replica",
     "local",
     "merge_statistics",
+    "only_local",
     "rank",
     "recomputing",
     "share_of",
@@ -60,6 +61,11 @@ def merge_statistics(mode: str) -> None:
     if mode not in ("global", "local"):
         raise ValueError(f'statistics are "global" (of the whole batch) or "local" (of replica 0, of each rank), not {mode!r}')
     _local_only = mode == "local"
+
+
+def only_local() -> bool:
+    """Whether :func:`merge_statistics` asked for ``"local"``."""
+    return _local_only
 
 
 def alone() -> bool:

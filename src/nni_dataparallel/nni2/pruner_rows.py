@@ -12,6 +12,7 @@ __all__ = ["FIXES"]
 _TORCH, _PRUNING = "nni.compression.torch", "nni.algorithms.compression.pytorch.pruning"
 _V2, _RC = "nni.algorithms.compression.v2.pytorch", "nni.compression.pytorch"
 _HOOKS = "every replica's shard is counted as a batch, in the order of the threads"
+_GRADIENT = "every rank of DDP squares the gradient of its own shard"
 _COPY = "the masked weight is rebound in a forward: lost on replicas, and the model cannot be copied afterwards"
 
 
@@ -43,6 +44,8 @@ _ROWS: Tuple[_Row, ...] = (
     _Row(">=2.3,<3.0rc1", f"{_PRUNING}.structured_pruning_masker", _MASKER, pruning.add_activation_collector, _PRUNER, _HOOKS),
     # The second
     *_everywhere("2.5", "pruning.basic_pruner", "ActivationPruner._collector", pruning.collector, ("self", "buffer"), _HOOKS),
+    *_everywhere("2.7", "pruning.basic_pruner", "TaylorFOWeightPruner._collector", pruning.taylor_collector,
+                 ("self", "buffer", "weight_tensor"), _GRADIENT),
     *_everywhere("2.7", "base.pruner", "Pruner._wrap_modules", pruning.wrap_modules, _LAYER, _COPY),
     *_everywhere("2.7", "base.pruner", "PrunerModuleWrapper._weight2buffer", pruning.weight_to_buffer, _OWN, _COPY),
     *_everywhere("2.7", "base.pruner", "PrunerModuleWrapper.forward", pruning.forward, _OWN, _COPY),

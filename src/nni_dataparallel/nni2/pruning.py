@@ -3,7 +3,7 @@
 NNI's hooks append what a layer returned to one list that all replicas share, and take its length (or
 a counter kept in it) for the number of batches. Under DataParallel a shard counts as a batch, and the
 order is that of the threads. Here the shards are put together when the replicas are done, and the
-stock hook sees the batch.
+stock hook sees the batch. Under DDP it sees the batch of all ranks, and so do the hooks on gradients.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch.nn import Module
 
 from .. import replicas
 from ..recording import recorded
+from ..sharing import note_ranks, ranks_of
 from .wrapping import note_other_names
 
-__all__ = ["add_activation_collector", "collector", "forward", "weight_to_buffer", "wrap_modules"]
+__all__ = ["add_activation_collector", "collector", "forward", "taylor_collector", "weight_to_buffer", "wrap_modules"]
 
 Hook = Callable[[Module, Any, Tensor], Any]
 MASKED: FrozenSet[str] = frozenset(["weight", "bias"])
@@ -69,6 +70,24 @@ def collector(stock: Callable[..., Hook], self: Any, buffer: List[Any]) -> Hook:
     return once_per_batch(stock(self, buffer))
 
 
+def taylor_collector(
+    stock: Callable[..., Callable[[Tensor], None]], self: Any, buffer: List[Any], weight_tensor: Tensor
+) -> Callable[[Tensor], None]:
+    """``TaylorFOWeightPruner._collector``: square the gradient of the whole batch, which is the mean of the ranks'.
+
+    A hook on a Parameter sees the gradient before DDP reduces it. Here there is no later place to do so: every rank's
+    backward has to come by the same layers.
+    """
+    collect = stock(self, buffer, weight_tensor)
+
+    def collect_mean(grad: Tensor) -> None:
+        done = replicas.only_local() or buffer[0] >= self.training_steps
+        group = None if done else ranks_of(self.get_modules_wrapper().values(), trained=True)
+        collect(grad if group is None else group.all_reduce(grad, "sum") / group.size)
+
+    return collect_mean
+
+
 def wrap_modules(stock: Callable[..., Any], self: Any, layer: Any, config: Any) -> Any:
     """``_wrap_modules`` of the second pruning API: by another name the model uses the masked weight the wrapper left."""
     wrapper = stock(self, layer, config)
@@ -90,6 +109,7 @@ def weight_to_buffer(stock: Callable[..., None], self: Any) -> None:
 
 def forward(stock: Callable[..., Any], self: Any, *inputs: Any) -> Any:
     """``PrunerModuleWrapper.forward``: record the masked weight that it assigns."""
+    note_ranks(self)
     if not self.__dict__.get("has_own_buffers"):  # wrapped before the fixes were installed
         return stock(self, *inputs)
     with recorded(self.module, MASKED, keep=self.__dict__.get("has_other_names", False)):

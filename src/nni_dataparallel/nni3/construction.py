@@ -12,6 +12,7 @@ from typing import Any, Callable, Iterator, Optional
 from torch import nn
 
 from .. import given
+from .reducing import by_name
 
 __all__ = ["compress", "compressor_init", "fusion_compress"]
 
@@ -73,7 +74,8 @@ def _parallel_model(self: Any) -> Optional[nn.Module]:
 
 
 def compress(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``compress``: what was given in a DataParallel comes back in it."""
+    """``compress``: what was given in a DataParallel comes back in it; ranks go through the layers in one order."""
+    by_name(self)
     result = stock(self, *args, **kwargs)
     parallel = _parallel_model(self)
     if parallel is None:

@@ -1,4 +1,4 @@
-"""The distillers of NNI 3.0: a teacher in DataParallel, and copies while a hidden state is held.
+"""The distillers of NNI 3.0: a teacher in DataParallel or DDP, and copies while a hidden state is held.
 
 That the hidden states of all replicas are joined is the wrapper's business (``views``).
 """
@@ -18,13 +18,13 @@ _PREFIX = "module."
 
 
 def register_teacher_wrappers(stock: Callable[..., Any], self: Any) -> Any:
-    """``TeacherModelBasedDistiller._register_teacher_wrappers``: find the layers of a teacher in DataParallel.
+    """``TeacherModelBasedDistiller._register_teacher_wrappers``: find the layers of a teacher in DataParallel or DDP.
 
     Links may carry the prefix ``module.`` or not, as those have that follow from the names of a student in
-    DataParallel. ``teacher_predict`` gets the teacher as it was given.
+    them. ``teacher_predict`` gets the teacher as it was given.
     """
     given = self.teacher_model
-    teacher = given.module if isinstance(given, nn.DataParallel) else given
+    teacher = given.module if isinstance(given, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else given
     names = {name for name, _ in teacher.named_modules()}
 
     def plain(link: str) -> str:

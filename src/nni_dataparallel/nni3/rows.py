@@ -5,7 +5,20 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 from ..patching import Fix
-from . import calibration, construction, distilling, dorefa, evaluators, lsq, ranges, rounding, views, wrapping
+from . import (
+    calibration,
+    construction,
+    distilling,
+    distilling_ranks,
+    dorefa,
+    evaluators,
+    lsq,
+    ranges,
+    reducing,
+    rounding,
+    views,
+    wrapping,
+)
 
 __all__ = ["FIXES", "PACKAGES", "QUANTIZERS"]
 
@@ -32,6 +45,9 @@ _HOMES = {
     "TransformersEvaluator": "utils.evaluator",
     "LightningEvaluator": "utils.evaluator",
     "TeacherModelBasedDistiller": "distillation.basic_distiller",
+    "DynamicLayerwiseDistiller": "distillation.basic_distiller",
+    "Adaptive1dLayerwiseDistiller": "distillation.basic_distiller",
+    "TaylorPruner": "pruning.taylor_pruner",
 }
 _DP = "nni#5687"
 _TRACK = ("self", "wrapper", "target_name", "target")
@@ -102,11 +118,19 @@ _ROWS: Tuple[_Row, ...] = (
          "a model cannot be copied while a layer holds a hidden state"),
     _Row("TeacherModelBasedDistiller._register_teacher_wrappers", distilling.register_teacher_wrappers, ("self",),
          "the layers of a teacher in DataParallel are not found"),
+    _Row("DynamicLayerwiseDistiller.compute_distill_loss", distilling_ranks.compute_distill_loss, ("self",),
+         "every rank of DDP chooses a link by its shard's loss; NaN for an empty one"),
+    _Row("Adaptive1dLayerwiseDistiller.compute_distill_loss", distilling_ranks.compute_distill_loss, ("self",),
+         "every rank of DDP trains linear layers of its own; NaN for an empty shard"),
+    _Row("Adaptive1dLayerwiseDistiller._register_linears_optimization", distilling_ranks.register_linears_optimization,
+         ("self", "evaluator"), "the order in the optimizer's checkpoint is another in every process"),
+    _Row("TaylorPruner._register_hooks", reducing.register_hooks, ("self", "evaluator"),
+         "every rank of DDP squares the gradient of its own shard"),
 )  # fmt: skip
 
 _INHERITED = {"ModuleWrapper._load_from_state_dict"}
 _ADDED = {"ModuleWrapper._localise_replica", "ModuleWrapper._recomputed_buffers", "DistillationTargetSpace.__deepcopy__"}
-_ON_IMPORT = {"TeacherModelBasedDistiller._register_teacher_wrappers"}
+_ON_IMPORT = ("TeacherModelBasedDistiller", "DynamicLayerwiseDistiller", "Adaptive1dLayerwiseDistiller", "TaylorPruner")
 
 
 def _fixes() -> List[Fix]:
@@ -121,7 +145,7 @@ def _fixes() -> List[Fix]:
             _DP,
             inherited=row.path in _INHERITED,
             added=row.path in _ADDED,
-            on_import=row.path in _ON_IMPORT,
+            on_import=row.path.partition(".")[0] in _ON_IMPORT,
         )
         for row in _ROWS
     ]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .. import replicas
 from ..recording import recorded
+from ..sharing import note_ranks
 from .ranges import scale_shape
 from .views import is_parameter, report, spaces_of
 
@@ -27,6 +28,7 @@ Params = Dict[str, Tensor]
 
 def forward(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """``ModuleWrapper.forward``: as NNI's, on this replica's own module, recorded."""
+    note_ranks(self)
     view = self.__dict__.get("view")
     if view is None:
         with recorded(self, frozenset(self._buffers)):
