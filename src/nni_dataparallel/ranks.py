@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -112,16 +112,9 @@ def merged_over(process_group: Any = None) -> Iterator[None]:
         yield
 
 
-_known: Dict[Any, Ranks] = {}
-
-
 def _of(group: Any) -> Optional[Ranks]:
-    if dist.get_world_size(group) <= 1:
-        return None
-    key = group if group is not None else dist.group.WORLD
-    if key not in _known:
-        _known[key] = Ranks(group)
-    return _known[key]
+    # Not kept: a reference would hold the sockets of a destroyed group open, and the other ranks waiting.
+    return Ranks(group) if dist.get_world_size(group) > 1 else None
 
 
 def _forward(stock: Callable[..., Any], self: Any, *inputs: Any, **kwargs: Any) -> Any:

@@ -28,6 +28,7 @@ __all__ = [
     "is_replica",
     "local",
     "merge_statistics",
+    "merged_statistics",
     "rank",
     "recomputing",
     "share_of",
@@ -60,6 +61,11 @@ def merge_statistics(mode: str) -> None:
     if mode not in ("global", "local"):
         raise ValueError(f'statistics are "global" (of the whole batch) or "local" (of replica 0, of each rank), not {mode!r}')
     _local_only = mode == "local"
+
+
+def merged_statistics() -> str:
+    """The mode that :func:`merge_statistics` has set."""
+    return "local" if _local_only else "global"
 
 
 def alone() -> bool:
@@ -172,6 +178,7 @@ def defer(
     slot: str,
     settle: Callable[[List[Any]], None],
     join: Optional[Callable[[List[Tensor]], Tensor]] = None,
+    always: bool = False,
 ) -> None:
     """Call ``settle`` with the values of all replicas, by rank, when the forward is done; nobody waits.
 
@@ -179,7 +186,8 @@ def defer(
     them may write to it. Outside a replica ``settle([value])`` is called at once. If the forward
     raises, nothing is settled.
 
-    With ``join``, which makes one tensor of those of a process, the tensors of other ranks are settled, too.
+    With ``join``, which makes one tensor of those of a process, the tensors of other ranks are settled, too. With
+    ``always`` the values are a result of the forward, not statistics: ``"local"`` does not leave out any.
     """
     here = current()
 
@@ -189,7 +197,7 @@ def defer(
 
     if here is None:
         settle_all([value])
-    elif not _local_only:
+    elif always or not _local_only:
         here.group.defer(here.rank, here.place(module, slot), value, settle_all)
     elif here.rank == 0:
         here.group.defer(0, here.place(module, slot), value, settle_all)
