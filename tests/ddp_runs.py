@@ -21,7 +21,7 @@ class Ended:
 
 
 def launch(script: Path, world: int, folder: Path, *arguments: str, limit: float = 240.0) -> List[Ended]:
-    """Run ``script RANK WORLD FOLDER ...`` in ``world`` processes until all have ended; raises when that takes longer than ``limit``."""
+    """Run ``script RANK WORLD FOLDER ...`` in ``world`` processes until all have ended; raises after ``limit`` seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     environment.pop("NNI_DATAPARALLEL_STATISTICS", None)
     folder.mkdir(parents=True, exist_ok=True)

@@ -18,10 +18,11 @@ import harness
 import pytest
 import torch
 from cases import Case
-from conftest import CASES, IS_FIRST, RELEASE, each_case, needs_a_quantizer
+from conftest import CASES, IS_FIRST, IS_NEW, RELEASE, each_case, needs_a_quantizer
 from ddp_scenarios import SUBJECTS
 from harness import Record, data, differences, reference, stock_class
 from references import reference_class
+from torch import nn
 
 import nni_dataparallel
 from nni_dataparallel import merged_over, patched
@@ -38,8 +39,9 @@ FOUR = list({case.quantizer: case for case in reversed(CASES)}.values())
 RIGHT_ON_STOCK = [
     case
     for case in CASES
-    if case.quantizer in ("DoReFaQuantizer", "BNNQuantizer", "NaiveQuantizer")
-    or (case.name == "weight" and case.quantizer != "PtqQuantizer")
+    # (3.0's DoReFa has noise in its gradients, drawn by each rank for its own rows.)
+    if case.quantizer in ("BNNQuantizer", "NaiveQuantizer", "" if IS_NEW else "DoReFaQuantizer")
+    or (case.name == "weight" and case.quantizer not in ("PtqQuantizer", "DoReFaQuantizer"))
 ]
 each_subject = pytest.mark.parametrize("case", SUBJECTS, ids=lambda case: case.id)
 Ranks = List[Dict[str, Any]]
@@ -184,7 +186,7 @@ def test_weights_are_not_broadcast(two: Ranks, stock: Ranks) -> None:
     """Every rank computes the quantised weight anew; stock sends it before each forward."""
     ours, theirs = whole(two, "broadcast", SUBJECTS[0])[0], whole(stock, "broadcast", SUBJECTS[0])[0]
     assert theirs["bytes"] >= theirs["weights"] > 0
-    assert 0 < ours["bytes"] <= theirs["bytes"] - theirs["weights"]
+    assert ours["bytes"] <= theirs["bytes"] - theirs["weights"]
 
 
 @pytest.mark.parametrize("accident", ["raising", "killed"])
@@ -207,6 +209,27 @@ def test_a_run_goes_on_with_another_number_of_ranks(two: Ranks, four: Ranks, cas
     assert not faults(expected, [alone])
 
 
+@each_subject
+def test_ddp_around_a_model_that_gets_its_quantizer_later_is_refused(case: Case) -> None:
+    """At the first training forward; DDP knows the Parameters from before. Evaluation, and the right order, work."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        x = data()[0][0]
+        with patched():
+            net = harness.make_net(case)
+            early = nn.parallel.DistributedDataParallel(net)
+            early(x).sum().backward()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+            harness.make_quantizer(stock_class(case.quantizer), case, net, optimizer, RELEASE)
+            with pytest.raises(RuntimeError, match=r"was built before the quantizer: it does not know conv1\..*plain model first"):
+                early(x)
+            with torch.no_grad():
+                early(x)
+            nn.parallel.DistributedDataParallel(net)(x).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_merged_over_needs_a_process_group() -> None:
     """The text says what to do."""
     with pytest.raises(RuntimeError, match=r"there is none: launch with torchrun.*On one device leave merged_over\(\) out"):
@@ -224,4 +247,5 @@ def test_local_statistics_are_those_of_each_rank(two: Ranks, case: Case) -> None
             net, _, _ = harness.start_training(stock_class(case.quantizer), case, RELEASE)
             net(data()[0][0].tensor_split(2)[rank])
         assert not harness.unequal("state", harness.snapshot(net), left["first"])
-    assert harness.unequal("state", found[0]["first"], found[1]["first"])
+    if case is SUBJECTS[0]:  # the learned scales of 3.0 start without a look at the batch
+        assert harness.unequal("state", found[0]["first"], found[1]["first"])
