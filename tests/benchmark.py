@@ -107,10 +107,8 @@ def measure_ranks(rank: int, ranks: int, folder: str, options: argparse.Namespac
     torch.distributed.destroy_process_group()
     if rank == 0:
         stock, fixed, local = (statistics.median(each) for each in times)
-        print(f"{ranks} ranks of DDP     stock {stock * 1e3:7.2f} ms  patched {fixed * 1e3:7.2f} ms  ratio {fixed / stock:.2f}")
-        print(
-            f"  statistics local  {local * 1e3:7.2f} ms  patched over local {fixed / local:.2f}  local over stock {local / stock:.2f}"
-        )
+        for name, base, seconds in (("patched over stock", stock, fixed), ("patched over local", local, fixed)):
+            print(f"{ranks} ranks, {name} {base * 1e3:7.2f} ms  patched {seconds * 1e3:7.2f} ms  ratio {seconds / base:.2f}")
 
 
 def quiet() -> None:
