@@ -19,7 +19,7 @@ from unittest import mock
 import harness
 import torch
 from cases import Case
-from conftest import CASES, IS_NEW, RELEASE
+from conftest import CASES, IS_FIRST, IS_MODERN, IS_NEW, RELEASE
 from harness import Record, Wrap, data, stock_class
 from references import reference_class
 from torch import Tensor, distributed, nn
@@ -273,7 +273,10 @@ def observers(case: Case, quantizer: Any) -> int:
     if IS_NEW:
         targets = [name for wrapper in wrappers for name in wrapper.quantization_target_spaces]
         return sum(name.startswith(("_input_", "_output_")) for name in targets)
-    return sum(slot in wrapper.config["quant_types"] for wrapper in wrappers for slot in ("input", "output"))
+    slots = ["input", "output"]
+    if case.quantizer == "QAT_Quantizer" and not IS_MODERN and not IS_FIRST:
+        slots = ["weight", "output"]  # 2.0 - 2.4 observe the input of a layer whose weight is quantised
+    return sum(slot in wrapper.config["quant_types"] for wrapper in wrappers for slot in slots)
 
 
 def broadcast(folder: Path) -> Dict[str, Any]:
