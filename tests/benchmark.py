@@ -1,6 +1,7 @@
 """Step time of patched NNI over stock NNI on one device: the ratio of medians in one process.
 
     python tests/benchmark.py [--steps 100] [--batch 64] [--width 32]
+    python tests/benchmark.py --ranks 2     # DistributedDataParallel: processes over gloo, each with its share of the batch
 
 Stock and patched steps alternate, so that a machine that slows down slows both. Nothing is asserted.
 """
@@ -9,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import logging
 import statistics
+import tempfile
 import time
 import warnings
 from typing import Any, List, Tuple
@@ -78,15 +81,54 @@ def measure(steps: int, batch: int, width: int, replicas: int) -> Tuple[float, f
     return statistics.median(times[0]), statistics.median(times[1])
 
 
+def measure_ranks(rank: int, ranks: int, folder: str, options: argparse.Namespace) -> None:
+    """One rank: median step time of stock, patched, and patched with local statistics; rank 0 prints."""
+    quiet()
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{folder}/store", ranks)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=120))
+    x, y = torch.randn(options.batch // ranks, 3, 16, 16), torch.randint(10, (options.batch // ranks,))
+    modern = Version(installed_release()) >= Version("2.5")
+    ways: List[Any] = [contextlib.nullcontext, patched, lambda: patched(statistics="local")]
+    trained = []
+    for way in ways:
+        with way():
+            model, optimizer = prepare(options.width, x, modern)
+            trained.append((nn.parallel.DistributedDataParallel(model), optimizer))
+    times: List[List[float]] = [[] for _ in ways]
+    for step in range(options.steps + 5):
+        for i, way in enumerate(ways):
+            with way():
+                torch.distributed.barrier()
+                seconds = timed_step(*trained[i], x, y)
+            if step >= 5:
+                times[i].append(seconds)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    if rank == 0:
+        stock, fixed, local = (statistics.median(each) for each in times)
+        for name, base, seconds in (("patched over stock", stock, fixed), ("patched over local", local, fixed)):
+            print(f"{ranks} ranks, {name} {base * 1e3:7.2f} ms  patched {seconds * 1e3:7.2f} ms  ratio {seconds / base:.2f}")
+
+
+def quiet() -> None:
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--ranks", type=int, default=0, help="measure DistributedDataParallel with so many processes instead")
     options = parser.parse_args()
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
+    quiet()
     print(f"NNI {installed_release()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    if options.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(measure_ranks, (options.ranks, folder, options), options.ranks)
+        return
     for replicas in (1, 2):
         stock, fixed = measure(options.steps, options.batch, options.width, replicas)
         name = "one device" if replicas == 1 else f"{replicas} virtual devices"

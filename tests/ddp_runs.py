@@ -3,73 +3,82 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import Any, Dict, List
-
-import torch
+from typing import Any, Callable, Dict, List
 
 WORKER = Path(__file__).parent / "ddp_worker.py"
 
 
-def launch(script: Path, world: int, *arguments: str, limit: float = 300.0) -> List[subprocess.Popen]:
-    """Run ``script RANK WORLD ...`` in ``world`` processes; the first that fails ends the others."""
-    command = [sys.executable, str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(p for p in sys.path if p)}
+class Ended:
+    """A rank's exit status and what it wrote on stderr."""
+
+    def __init__(self, status: int, errors: str) -> None:
+        self.status, self.errors = status, errors
+
+
+def launch(script: Path, world: int, folder: Path, *arguments: str, limit: float = 240.0) -> List[Ended]:
+    """Run ``script RANK WORLD FOLDER ...`` in ``world`` processes until all have ended; raises after ``limit`` seconds."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment.pop("NNI_DATAPARALLEL_STATISTICS", None)
+    folder.mkdir(parents=True, exist_ok=True)
+    # A file, since nobody reads a pipe while the ranks run, and a full one stops them.
+    logs = [folder / f"{rank}.err" for rank in range(world)]
     processes = []
-    for rank in range(world):
-        environment["PYTHONHASHSEED"] = str(rank + 1)  # NNI goes through sets: as elsewhere, every process in an order of its own
-        whole = [*command, str(rank), str(world), *arguments]
-        processes.append(subprocess.Popen(whole, env=environment, stderr=subprocess.PIPE, text=True))
-    end = time.monotonic() + limit
-    while any(process.poll() is None for process in processes) and time.monotonic() < end:
-        time.sleep(0.1)
-    late = [rank for rank, process in enumerate(processes) if process.poll() is None]
-    for process in processes:
-        process.kill()
+    try:
+        for rank in range(world):
+            environment["PYTHONHASHSEED"] = str(rank + 1)  # NNI goes through sets: every process in an order of its own
+            command = [sys.executable, str(script), str(rank), str(world), str(folder), *arguments]
+            with logs[rank].open("w") as log:
+                processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=log))
+        end = time.monotonic() + limit
+        while any(process.poll() is None for process in processes) and time.monotonic() < end:
+            time.sleep(0.05)
+        late = [rank for rank, process in enumerate(processes) if process.poll() is None]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    errors = [log.read_text()[-3000:] for log in logs]
     if late:
-        raise TimeoutError(f"ranks {late} of {world} were still running after {limit} s: {' '.join(command)}")
-    return processes
+        raise TimeoutError(f"ranks {late} of {world} were still running after {limit} s, {script.name} {arguments}: {errors}")
+    return [Ended(process.returncode, text) for process, text in zip(processes, errors)]
 
 
-def run(world: int, way: str, worker: Path = WORKER, limit: float = 300.0) -> List[Dict[str, Any]]:
-    """What each rank of a run over all cases left: case -> record, or the error in words."""
-    with tempfile.TemporaryDirectory() as folder:
-        processes = launch(worker, world, folder, way, limit=limit)
-        for rank, process in enumerate(processes):
-            if process.returncode:
-                raise RuntimeError(f"rank {rank} of {world} failed:\n{process.stderr.read()[-3000:]}")
-        return [dict(torch.load(Path(folder) / f"{rank}.pt", weights_only=False)) for rank in range(world)]
+def run(world: int, folder: Path, way: str, *jobs: str, worker: Path = WORKER) -> List[Dict[str, Any]]:
+    """What each rank left of each job (all cases of the release if none are named), or the error in words."""
+    for rank, ended in enumerate(launch(worker, world, folder, way, *jobs)):
+        if ended.status:
+            raise RuntimeError(f"rank {rank} of {world} failed with status {ended.status}:\n{ended.errors}")
+    return [dict(pickle.loads((folder / f"{rank}.pickle").read_bytes())) for rank in range(world)]
 
 
-def run_once(world: int, way: str, worker: Path, limit: float) -> List[Dict[str, Any]]:
-    """:func:`run`, once for all workers of a pytest-xdist run: the first that comes runs it, the others wait for its file."""
-    one_run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if one_run is None:
-        return run(world, way, worker, limit)
-    folder = Path(tempfile.gettempdir()) / f"{worker.stem}-{world}-{way}-{one_run}"
-    result = folder / "result.pt"
+def once(folder: Path, name: str, make: Callable[[Path], Any], limit: float = 300.0) -> Any:
+    """What ``make`` returned, run by the first test process that asks; the others wait for it.
+
+    The workers of pytest-xdist share ``folder``. An error is kept, too, and raised in all of them.
+    """
+    place, done = folder / name, folder / f"{name}.done"
     try:
-        folder.mkdir()
+        place.mkdir()
     except FileExistsError:
-        end = time.monotonic() + limit + 60
-        while not result.exists():
+        end = time.monotonic() + limit
+        while not done.exists():
             if time.monotonic() > end:
-                raise TimeoutError(f"no {result} after {limit + 60} s: the launch in another worker of pytest failed") from None
+                raise TimeoutError(f"no other process has finished {name} in {limit} s") from None
             time.sleep(0.2)
-        found = torch.load(result, weights_only=False)
-        if isinstance(found, str):
-            raise RuntimeError(found) from None
-        return found
-    try:
-        found = run(world, way, worker, limit)
-    except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-    torch.save(found, folder / "unfinished.pt")
-    (folder / "unfinished.pt").rename(result)
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return found
+    else:
+        try:
+            found: Any = make(place)
+        except Exception as error:
+            found = error
+        partial = folder / f"{name}.partial"
+        partial.write_bytes(pickle.dumps(found))
+        partial.rename(done)
+    result = pickle.loads(done.read_bytes())
+    if isinstance(result, Exception):
+        raise result
+    return result

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
+import tempfile
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -34,7 +36,10 @@ def reference(case: DdpCase) -> Any:
 @functools.lru_cache(maxsize=None)
 def ranks() -> List[Dict[str, Any]]:
     """What every rank of the one run over all cases left."""
-    return ddp_runs.run_once(WORLD, "stock", WORKER, limit=200.0)
+    # One folder for all workers of pytest-xdist: the first that comes starts the ranks.
+    shared = Path(tempfile.gettempdir()) / f"ddp-pruners-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+    shared.mkdir(exist_ok=True)
+    return ddp_runs.once(shared, "ranks", lambda folder: ddp_runs.run(WORLD, folder, "stock", worker=WORKER))
 
 
 def left(way: str, case: DdpCase) -> List[Any]:

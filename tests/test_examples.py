@@ -16,6 +16,7 @@ import nni_dataparallel
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FOR = {
+    "ddp_qat": ">=2.5,!=3.0rc1",
     "qat_dataparallel": ">=2.5,<3.0rc1",
     "qat_nni3": ">=3.0",
     "slim_pruner_nni2": ">=2.3,<3.0rc1",
@@ -23,13 +24,14 @@ FOR = {
 }
 
 
-def run(name: str, folder: Path) -> str:
+def run(name: str, folder: Path, *arguments: str, ranks: int = 0) -> str:
     if not SpecifierSet(FOR[name]).contains(RELEASE, prereleases=True):
         pytest.skip(f"for NNI {FOR[name]}")
     pytest.importorskip("sklearn")
     paths = [str(Path(nni_dataparallel.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -69,3 +71,14 @@ def test_qat_nni3(tmp_path: Path) -> None:
     output = run("qat_nni3", tmp_path)
     assert percent(output, "quantised accuracy on the training images") > 85
     assert "the same state, to the bit: True" in output
+
+
+def test_ddp_qat(tmp_path: Path) -> None:
+    """Under torchrun: two ranks train three epochs, one process goes on for two more from their checkpoint."""
+    output = run("ddp_qat", tmp_path, ranks=2)
+    assert [int(epoch) for epoch in re.findall(r"epoch (\d): loss", output)] == [0, 1, 2]
+    assert percent(output, "quantised accuracy on the training images") > 85
+    again = run("ddp_qat", tmp_path, "--resume", ranks=1)
+    assert [int(epoch) for epoch in re.findall(r"epoch (\d): loss", again)] == [3, 4]
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", output + again)]
+    assert losses == sorted(losses, reverse=True)

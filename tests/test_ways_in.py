@@ -146,6 +146,44 @@ def test_status_lists_the_fixes() -> None:
     assert "fixes, all of them fit" in result.stdout
 
 
+def test_status_lists_the_fixes_of_ddp() -> None:
+    """Forward and construction, as every other row."""
+    lines = python(arguments=["-m", "nni_dataparallel", "status"]).stdout.splitlines()
+    for method, reason in (("forward", "process group"), ("__init__", "broadcast")):
+        (line,) = (
+            i
+            for i, text in enumerate(lines)
+            if text.endswith(f"fits   torch.nn.parallel.distributed:DistributedDataParallel.{method}")
+        )
+        assert reason in lines[line + 1]
+
+
+SHOW_MODE = ["import nni_dataparallel.replicas", "print(nni_dataparallel.replicas.merged_statistics())"]
+
+
+@pytest.mark.parametrize("given", ["", "global", "local"])
+def test_the_environment_chooses_the_statistics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str) -> None:
+    """NNI_DATAPARALLEL_STATISTICS, for ``auto`` and for ``run``."""
+    monkeypatch.setenv("NNI_DATAPARALLEL_STATISTICS", given)
+    (tmp_path / "train.py").write_text("\n".join([IMPORT, *SHOW_MODE]))
+    by_run = python(arguments=["-m", "nni_dataparallel", "run", str(tmp_path / "train.py")])
+    assert [last_line(python(AUTO, IMPORT, *SHOW_MODE)), last_line(by_run)] == [given or "global"] * 2
+
+
+def test_an_unknown_choice_in_the_environment_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The name of the variable and what it may be, before the script starts."""
+    monkeypatch.setenv("NNI_DATAPARALLEL_STATISTICS", "none")
+    (tmp_path / "train.py").write_text("print('started')")
+    by_run = python(arguments=["-m", "nni_dataparallel", "run", str(tmp_path / "train.py")])
+    by_auto = python(AUTO, "print('started')")
+    assert (by_run.returncode, by_auto.returncode) == (2, 1)
+    for result in (by_run, by_auto):
+        assert "started" not in result.stdout
+        assert "the environment variable NNI_DATAPARALLEL_STATISTICS" in result.stderr
+        assert '"local"' in result.stderr
+    assert "Traceback" not in by_run.stderr
+
+
 def test_a_missing_nni_is_told(tmp_path: Path) -> None:
     """Error from patch(), warning from auto, both with the command to install it."""
     blocked = """
@@ -285,7 +323,10 @@ def test_a_model_in_distributed_data_parallel_is_told(way: str) -> None:
         quantizer_class = stock_class() if way == "patched" else ours()
         with pytest.warns(UserWarning, match="Build the quantizer on the plain model first, then wrap it") as caught:
             quantizer_class(model, config, *optimizers, **more)
-        assert sum("was given a DistributedDataParallel" in str(w.message) for w in caught) == 1
+        (told,) = (str(w.message) for w in caught if "was given a DistributedDataParallel" in str(w.message))
+        places = [told.index(part) for part in ("the optimizer of", "quantizer = ", "quantizer.compress()", "after it the Distrib")]
+        order = [1, 2, 0, 3] if RELEASE == "1.4" else [0, 1, 2, 3]  # the optimizer of 1.4 needs the Parameters of compress()
+        assert [places[i] for i in order] == sorted(places), told
     finally:
         torch.distributed.destroy_process_group()
 

@@ -15,6 +15,7 @@ from .api import is_patched, patch, patch_map, patched, unpatch
 from .checkpoints import load_quantizer_state_dict, quantizer_state_dict
 from .fixes import QUANTIZERS, UnsupportedReleaseError
 from .patching import PatchError, PatchWarning
+from .ranks import merged_over
 from .rehearsal import rehearse
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ __all__ = [
     "UnsupportedReleaseError",
     "is_patched",
     "load_quantizer_state_dict",
+    "merged_over",
     "patch",
     "patch_map",
     "patched",

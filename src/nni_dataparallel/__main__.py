@@ -32,7 +32,11 @@ def _run(script: str, arguments: List[str]) -> int:
     if not Path(script).is_file():
         print(f"nni_dataparallel: there is no script {script!r}", file=sys.stderr)
         return 2
-    from . import auto  # noqa: F401  (importing it patches)
+    try:
+        from . import auto  # noqa: F401  (importing it patches)
+    except ValueError as error:  # of the environment variable
+        print(f"nni_dataparallel: {error}", file=sys.stderr)
+        return 2
 
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -112,16 +112,9 @@ def merged_over(process_group: Any = None) -> Iterator[None]:
         yield
 
 
-_known: Dict[Any, Ranks] = {}
-
-
 def _of(group: Any) -> Optional[Ranks]:
-    if dist.get_world_size(group) <= 1:
-        return None
-    key = group if group is not None else dist.group.WORLD
-    if key not in _known:
-        _known[key] = Ranks(group)
-    return _known[key]
+    # Not kept: a reference would hold the sockets of a destroyed group open, and the other ranks waiting.
+    return Ranks(group) if dist.get_world_size(group) > 1 else None
 
 
 def _forward(stock: Callable[..., Any], self: Any, *inputs: Any, **kwargs: Any) -> Any:
@@ -135,8 +128,30 @@ def _forward(stock: Callable[..., Any], self: Any, *inputs: Any, **kwargs: Any) 
             stacklevel=3,
         )
         return stock(self, *inputs, **kwargs)
+    if torch.is_grad_enabled():
+        _require_known(self)
     with within(_of(self.process_group)):
         return stock(self, *inputs, **kwargs)
+
+
+def _require_known(ddp: Any) -> None:
+    """Refuse to train Parameters that a compressor has made after DDP was built: no rank would get the others' gradients."""
+    listed = getattr(ddp, "_module_parameters", None)
+    hosts = [module for module in ddp.module.modules() if hasattr(type(module), "_recomputed_buffers")]
+    if listed is None or not hosts:
+        return
+    known = {id(parameter) for parameter in listed}
+    made = {id(p) for host in hosts for p in host.parameters() if p.requires_grad and id(p) not in known}
+    if not made:
+        return
+    names = [name for name, parameter in ddp.module.named_parameters() if id(parameter) in made]
+    names = [name for name in names if name not in getattr(ddp, "parameters_to_ignore", ())]
+    if names:
+        raise RuntimeError(
+            f"{type(ddp).__name__} was built before the quantizer: it does not know {', '.join(names[:4])}"
+            f"{', ...' if len(names) > 4 else ''}, so that every rank would train them by itself. Build the quantizer on the plain "
+            f"model first (and compress(); in NNI 3.0 the place is the training function), then {type(ddp).__name__}(model)."
+        )
 
 
 def _init(stock: Callable[..., None], self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:

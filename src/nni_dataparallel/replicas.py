@@ -28,7 +28,7 @@ __all__ = [
     "is_replica",
     "local",
     "merge_statistics",
-    "only_local",
+    "merged_statistics",
     "rank",
     "recomputing",
     "share_of",
@@ -63,9 +63,9 @@ def merge_statistics(mode: str) -> None:
     _local_only = mode == "local"
 
 
-def only_local() -> bool:
-    """Whether :func:`merge_statistics` asked for ``"local"``."""
-    return _local_only
+def merged_statistics() -> str:
+    """The mode that :func:`merge_statistics` has set."""
+    return "local" if _local_only else "global"
 
 
 def alone() -> bool:
@@ -180,6 +180,7 @@ def defer(
     slot: str,
     settle: Callable[[List[Any]], None],
     join: Optional[Callable[[List[Tensor]], Tensor]] = None,
+    always: bool = False,
 ) -> None:
     """Call ``settle`` with the values of all replicas, by rank, when the forward is done; nobody waits.
 
@@ -187,7 +188,8 @@ def defer(
     them may write to it. Outside a replica ``settle([value])`` is called at once. If the forward
     raises, nothing is settled.
 
-    With ``join``, which makes one tensor of those of a process, the tensors of other ranks are settled, too.
+    With ``join``, which makes one tensor of those of a process, the tensors of other ranks are settled, too. With
+    ``always`` the values are a result of the forward, not statistics: ``"local"`` does not leave out any.
     """
     here = current()
 
@@ -197,7 +199,7 @@ def defer(
 
     if here is None:
         settle_all([value])
-    elif not _local_only:
+    elif always or not _local_only:
         here.group.defer(here.rank, here.place(module, slot), value, settle_all)
     elif here.rank == 0:
         here.group.defer(0, here.place(module, slot), value, settle_all)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Callable
 
 from torch import nn
@@ -10,9 +11,13 @@ from .. import given
 
 __all__ = ["compress", "quantizer_init"]
 
-_ORDER = (
-    "Build the quantizer on the plain model first, then wrap it: quantizer = {name}(model, config_list, optimizer, ...), "
+_FIRST = "Build the quantizer on the plain model first, then wrap it: "
+_ORDER = _FIRST + (
+    "the optimizer of model.parameters(), quantizer = {name}(model, config_list, optimizer, ...), quantizer.compress(), "
     "and after it the {kind}."
+)
+_ORDER_1_4 = _FIRST + (
+    "quantizer = {name}(model, config_list), quantizer.compress(), the optimizer of model.parameters(), and after it the {kind}."
 )
 
 
@@ -26,7 +31,8 @@ def quantizer_init(stock: Callable[..., None], self: Any, model: nn.Module, conf
             stock(self, model, config_list, *args, **kwargs)
             return
         plain = given.plain_model(model)
-        given.warn_of_ddp(self, plain, "the export", _ORDER)
+        order = _ORDER if "optimizer" in inspect.signature(stock).parameters else _ORDER_1_4
+        given.warn_of_ddp(self, plain, "the export", order)
         config_list = given.without_prefix(config_list, plain, plain is not model)
         stock(self, plain, config_list, *args, **kwargs)
     if plain is not model:

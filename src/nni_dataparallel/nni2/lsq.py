@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import replicas
 from .signatures import weight_of
 from .steps import read_steps
-from .wrapping import was_calibrated
+from .wrapping import grad_wanted, was_calibrated
 
 __all__ = ["init", "quantize_input", "quantize_inputs", "quantize_output", "quantize_weight"]
 
@@ -76,7 +76,7 @@ def _whole(x: Tensor, wrapper: Any, slot: str, starting: bool) -> Tuple[int, Opt
     """Number of elements of the whole batch, and with ``starting`` also the mean of ``|x|``."""
     known: Dict[Tuple[str, int], int] = wrapper.__dict__.setdefault("shard_sizes", {})
     key = (slot, x.numel())
-    if replicas.alone():
+    if replicas.alone() or not (starting or wrapper.training or grad_wanted()):  # an evaluation: only gradients ask for it
         # A forward that is recomputed in backward knows what the forward was told.
         recomputed = replicas.recomputing() or (replicas.current() is None and replicas.is_replica(wrapper))
         return known.get(key, x.numel()) if recomputed else x.numel(), None

@@ -20,7 +20,7 @@ def record(stock: Callable[..., None], self: Any, wrapper: Any, quant_type: str,
     """``ObserverQuantizer.record``: once per forward, the shards in their order."""
     if replicas.recomputing():
         return
-    if replicas.alone():
+    if replicas.alone() and replicas.current() is None:
         stock(self, wrapper, quant_type, tensor)
         return
     # Releases differ in whether an input comes in a tuple.

@@ -81,7 +81,7 @@ def taylor_collector(
     collect = stock(self, buffer, weight_tensor)
 
     def collect_mean(grad: Tensor) -> None:
-        done = replicas.only_local() or buffer[0] >= self.training_steps
+        done = replicas.merged_statistics() == "local" or buffer[0] >= self.training_steps
         group = None if done else ranks_of(self.get_modules_wrapper().values(), trained=True)
         collect(grad if group is None else group.all_reduce(grad, "sum") / group.size)
 

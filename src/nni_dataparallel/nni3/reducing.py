@@ -89,7 +89,7 @@ def register_hooks(stock: Callable[..., None], self: Any, evaluator: Any) -> Non
     wrappers = [self._module_wrappers[name] for name in self._target_spaces]
 
     def merged() -> Optional[Ranks]:
-        collecting = self._current_step < self.training_steps and not replicas.only_local()
+        collecting = self._current_step < self.training_steps and replicas.merged_statistics() == "global"
         return ranks_of(wrappers, trained=True) if collecting else None
 
     for term in terms:

@@ -166,7 +166,9 @@ def _scale_of(wrapper: Any, x: Tensor, space: Any, learned: bool) -> _Scale:
     scale, zero_point = space.scale, space.zero_point
     parameter = is_parameter(space)
     by_position = not parameter and positional(space, x.dim())
-    rows = rows_of(wrapper, space._target_name, x) if by_position or (learned and not parameter) else None
+    # In an evaluation nobody asks for the size of the batch: only the gradient of a learned scale depends on it.
+    sized = learned and not parameter and (wrapper.training or torch.is_grad_enabled())
+    rows = rows_of(wrapper, space._target_name, x) if by_position or sized else None
     if rows is not None and by_position:
         step = kernel_of(space, x.dim())[0]
         if rows.first % step or len(x) % step:

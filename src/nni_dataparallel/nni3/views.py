@@ -149,7 +149,7 @@ def report(wrapper: Any) -> None:
         if not is_parameter(space)
     }
     if seen:
-        replicas.defer(seen, wrapper, "targets", lambda shards: _settle(original, shards))
+        replicas.defer(seen, wrapper, "targets", lambda shards: _settle(original, shards), always=True)
 
 
 def _settle(original: Any, shards: List[Dict[Tuple[str, str], Tuple[Optional[List[int]], List[Tensor]]]]) -> None:
