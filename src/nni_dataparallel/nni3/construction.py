@@ -7,7 +7,7 @@ evaluate, are called with the DataParallel that the user gave.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Optional
 
 from torch import nn
 
@@ -44,6 +44,8 @@ def compressor_init(stock: Callable[..., None], self: Any, model: nn.Module, con
 def _construct(stock: Callable[..., None], self: Any, model: nn.Module, config_list: Any, *args: Any, **kwargs: Any) -> None:
     try:
         stock(self, model, config_list, *args, **kwargs)
+        _in_order(self._module_wrappers, model)
+        _in_order(self._target_spaces, model)
     except KeyError as error:
         unknown = [name for config in config_list for name in config.get("op_names", ()) if name == error.args[0]]
         if not unknown:
@@ -52,6 +54,19 @@ def _construct(stock: Callable[..., None], self: Any, model: nn.Module, config_l
             f"{type(self).__name__}: {unknown[0]!r} in op_names is no layer of {given.kind_of(model)}, "
             f"whose layers are: {given.described(model)}"
         ) from error
+
+
+def _in_order(by_layer: Dict[str, Any], model: nn.Module) -> None:
+    """Put the layers in the model's order.
+
+    NNI goes through a set of names, whose order is another one in every process, and adds learned scales to the
+    optimizer in that order. An optimizer's state knows Parameters by their number: loaded elsewhere, scales would swap
+    their momenta.
+    """
+    places = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    ordered = sorted(by_layer.items(), key=lambda item: places.get(item[0], len(places)))
+    by_layer.clear()
+    by_layer.update(ordered)
 
 
 def _warn_of_lightning(self: Any, model: nn.Module) -> None:
