@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -264,3 +267,31 @@ def test_layers_and_learned_scales_come_in_the_models_order() -> None:
     trained = [parameter for group in evaluator._optimizers[0].param_groups for parameter in group["params"]]
     scales = [quantizer._module_wrappers[name].weight_scale for name in names]
     assert [id(p) for p in trained[-12:]] == [id(scale) for scale in scales]
+
+
+SHOW_ORDER = """
+import nni, torch, nni_dataparallel
+from nni.compression.quantization import LsqQuantizer
+from nni.compression.utils import TorchEvaluator
+nni_dataparallel.patch()
+net = torch.nn.Sequential(*(torch.nn.Conv2d(1, 1, 1) for _ in range(12)))
+config = {"op_types": ["Conv2d"], "target_names": ["weight"], "quant_dtype": "int8", "quant_scheme": "symmetric"}
+optimizer = nni.trace(torch.optim.SGD)(net.parameters(), lr=0.1)
+evaluator = TorchEvaluator(lambda *given: None, optimizer, lambda batch, model: None)
+quantizer = LsqQuantizer(net, [config], evaluator)
+evaluator.bind_model(net, quantizer._get_param_names_map())
+quantizer._fuse_preprocess(evaluator)
+names = {id(p): name for name, p in net.named_parameters()}
+print([names[id(p)] for group in evaluator._optimizers[0].param_groups for p in group["params"]])
+"""
+
+
+def test_learned_scales_come_in_the_models_order_in_every_process() -> None:
+    """An optimizer's state is loaded by the Parameters' numbers, and NNI's order is that of a set of strings."""
+    found = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        result = subprocess.run([sys.executable, "-c", SHOW_ORDER], capture_output=True, text=True, env=environment, check=False)
+        found.add(result.stdout.strip().splitlines()[-1] if result.returncode == 0 else result.stderr[-500:])
+    assert len(found) == 1
+    assert "0._nni_wrapper.weight_scale" in found.pop()

@@ -58,8 +58,11 @@ def _construct(stock: Callable[..., None], self: Any, model: nn.Module, config_l
 
 
 def _in_order(by_layer: Dict[str, Any], model: nn.Module) -> None:
-    """NNI goes through a set of names, whose order is another one in every process, and adds learned scales to the optimizer
-    in that order. The optimizer's state knows Parameters by their number: loaded elsewhere, scales would swap their momenta.
+    """Put the layers in the model's order.
+
+    NNI goes through a set of names, whose order is another one in every process, and adds learned scales to the
+    optimizer in that order. An optimizer's state knows Parameters by their number: loaded elsewhere, scales would swap
+    their momenta.
     """
     places = {name: place for place, (name, _) in enumerate(model.named_modules())}
     ordered = sorted(by_layer.items(), key=lambda item: places.get(item[0], len(places)))
