@@ -3,14 +3,16 @@
     python tests/ddp_worker.py RANK WORLD FOLDER (patched | stock | uncaught) [JOB ...]
 
 A job is the id of a case, which is trained on this rank's share of each batch, or the name of a scenario of
-``ddp_scenarios.py``. Each job has a process group of its own: if one rank fails in it, the connection ends, the others
-fail, too, and all go on with the next job (``uncaught``: the process ends, as a script would). Started by ``ddp_runs.py``.
+``ddp_scenarios.py``. Each job has a process group of its own: if one rank fails in it, the others fail, too, at the
+latest when they have waited too long, and all go on with the next job (``uncaught``: the process ends, as a script would).
+Started by ``ddp_runs.py``.
 """
 
 from __future__ import annotations
 
 import datetime
-import gc
+import faulthandler
+import os
 import pickle
 import sys
 import warnings
@@ -25,7 +27,7 @@ import nni_dataparallel
 
 RANK, WORLD, FOLDER, WAY = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 CASE = {case.id: case for case in CASES}
-LIMIT = datetime.timedelta(seconds=30)
+LIMIT = datetime.timedelta(seconds=20)
 """Of a collective: less than that of the launch, so that a hang ends as an error of the job."""
 
 
@@ -40,11 +42,11 @@ def main() -> None:
     if WAY != "stock":
         nni_dataparallel.patch()
     found: List[Tuple[str, Any]] = []
-    gc.freeze()  # a collection looks at what the jobs made only
+    kept: List[Any] = []
+    faulthandler.dump_traceback_later(200, exit=True)  # less than the launch waits: a hang says where it is
     for number, job in enumerate(sys.argv[5:] or CASE):
         store = distributed.FileStore(str(FOLDER / f"store{number}"), WORLD)
         distributed.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD, timeout=LIMIT)
-        failed = False
         try:
             found.append((job, do(job)))
             distributed.barrier()
@@ -52,11 +54,13 @@ def main() -> None:
             if WAY == "uncaught":
                 raise
             found.append((job, f"{type(error).__name__}: {error}"))
-            failed = True
-        if failed:
-            gc.collect()  # a DDP of the job would keep the connection open, and the others waiting
+            # What is left of it stays as it is: taking down a DDP in the middle of a reduction may wait for ever.
+            kept.append((error, distributed.group.WORLD))
         distributed.destroy_process_group()
     (FOLDER / f"{RANK}.pickle").write_bytes(pickle.dumps(found))
+    if kept:
+        sys.stderr.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":
