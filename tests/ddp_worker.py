@@ -10,8 +10,10 @@ fail, too, and all go on with the next job (``uncaught``: the process ends, as a
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import functools
 import gc
+import os
 import pickle
 import sys
 import warnings
@@ -26,7 +28,7 @@ import nni_dataparallel
 
 RANK, WORLD, FOLDER, WAY = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 CASE = {case.id: case for case in CASES}
-LIMIT = datetime.timedelta(seconds=30)
+LIMIT = datetime.timedelta(seconds=20)
 """Of a collective: less than that of the launch, so that a hang ends as an error of the job."""
 
 
@@ -42,11 +44,12 @@ def main(jobs: Iterable[Tuple[str, Callable[[], Any]]]) -> None:
     if WAY != "stock":
         nni_dataparallel.patch()
     found: List[Tuple[str, Any]] = []
+    kept: List[Any] = []
     gc.freeze()  # a collection looks at what the jobs made only
+    faulthandler.dump_traceback_later(200, exit=True)  # less than the launch waits: a hang says where it is
     for number, (job, run) in enumerate(jobs):
         store = distributed.FileStore(str(FOLDER / f"store{number}"), WORLD)
         distributed.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD, timeout=LIMIT)
-        failed = False
         try:
             found.append((job, run()))
             distributed.barrier()
@@ -54,11 +57,13 @@ def main(jobs: Iterable[Tuple[str, Callable[[], Any]]]) -> None:
             if WAY == "uncaught":
                 raise
             found.append((job, f"{type(error).__name__}: {error}"))
-            failed = True
-        if failed:
-            gc.collect()  # a DDP of the job would keep the connection open, and the others waiting
+            # What is left of it stays as it is: taking down a DDP in the middle of a reduction may wait for ever.
+            kept.append((error, distributed.group.WORLD))
         distributed.destroy_process_group()
     (FOLDER / f"{RANK}.pickle").write_bytes(pickle.dumps(found))
+    if kept:
+        sys.stderr.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":
