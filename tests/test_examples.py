@@ -27,7 +27,8 @@ def run(name: str, folder: Path) -> str:
     if not SpecifierSet(FOR[name]).contains(RELEASE, prereleases=True):
         pytest.skip(f"for NNI {FOR[name]}")
     pytest.importorskip("sklearn")
-    paths = [str(Path(nni_dataparallel.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    # The release under test first: an installed nni_dataparallel has another NNI beside it.
+    paths = [os.environ.get("PYTHONPATH", ""), str(Path(nni_dataparallel.__file__).parents[1])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, str(EXAMPLES / f"{name}.py")]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
