@@ -14,7 +14,7 @@ from typing import Any, Dict, Iterator, List, Set
 
 from torch import nn
 
-__all__ = ["constructing", "described", "kind_of", "plain_model", "warn", "warn_of_ddp", "without_prefix"]
+__all__ = ["PREFIX", "constructing", "described", "kind_of", "plain_model", "warn", "warn_of_ddp", "without_prefix"]
 
 PREFIX = "module."
 NAMES = ("op_names", "exclude_op_names")

@@ -16,7 +16,17 @@ from torch import Tensor
 from .. import replicas
 from .views import is_parameter
 
-__all__ = ["Rows", "extremes", "kernel_of", "positional", "rows_of", "scale_shape", "tracked_once_per_batch", "whole_shape"]
+__all__ = [
+    "Rows",
+    "extremes",
+    "has_shape",
+    "kernel_of",
+    "positional",
+    "rows_of",
+    "scale_shape",
+    "tracked_once_per_batch",
+    "whole_shape",
+]
 
 
 class Rows(NamedTuple):
@@ -49,6 +59,11 @@ def scale_shape(space: Any) -> Optional[Tuple[int, ...]]:
         return tuple(space._scaler.shrink(space.target.detach(), keepdim=True).shape)
     known = [t for t in (space.scale, space.tracked_max) if t is not None and t.numel()]
     return tuple(known[0].shape) if known else None
+
+
+def has_shape(value: Tensor, expected: Optional[Tuple[int, ...]]) -> bool:
+    """Whether ``value`` can be a scale of the shape that :func:`scale_shape` gave; a single number may be ``()`` or ``(1,)``."""
+    return expected is None or (value.numel() == 1 if expected == () else tuple(value.shape) == expected)
 
 
 def rows_of(wrapper: Any, name: str, x: Tensor) -> Optional[Rows]:
