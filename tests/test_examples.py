@@ -28,7 +28,8 @@ def run(name: str, folder: Path, *arguments: str, ranks: int = 0) -> str:
     if not SpecifierSet(FOR[name]).contains(RELEASE, prereleases=True):
         pytest.skip(f"for NNI {FOR[name]}")
     pytest.importorskip("sklearn")
-    paths = [str(Path(nni_dataparallel.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    # The release under test first: an installed nni_dataparallel has another NNI beside it.
+    paths = [os.environ.get("PYTHONPATH", ""), str(Path(nni_dataparallel.__file__).parents[1])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
     command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *arguments]

@@ -47,16 +47,31 @@ def start(case: Case, quantizer_class: Any = None) -> Trained:
 def save(net: Any, optimizer: Any, quantizer: Any) -> io.BytesIO:
     file = io.BytesIO()
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "quantizer": quantizer_state_dict(quantizer)}
+    state["order"] = order(net, optimizer)
     state["random"] = torch.get_rng_state()  # the gradients of 3.0's DoReFaQuantizer have noise
     torch.save(state, file)
     file.seek(0)
     return file
 
 
+def order(net: Any, optimizer: Any) -> List[str]:
+    """The names of the Parameters, in the optimizer's order."""
+    names = {id(p): name for name, p in net.named_parameters()}
+    return [names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
+
+
+def reordered(saved: Dict[str, Any], names: List[str]) -> Dict[str, Any]:
+    """The optimizer's state for another order of the Parameters: stock 3.0 has learned scales in that of a set."""
+    state = dict(saved["optimizer"])
+    places = {name: place for place, name in enumerate(saved["order"])}
+    state["state"] = {i: state["state"][places[name]] for i, name in enumerate(names) if places[name] in state["state"]}
+    return state
+
+
 def load(file: io.BytesIO, net: Any, optimizer: Any, quantizer: Any, strict: bool = True) -> Dict[str, Any]:
     saved: Dict[str, Any] = load_file(file)
     net.load_state_dict(saved["model"], strict=strict)
-    optimizer.load_state_dict(saved["optimizer"])
+    optimizer.load_state_dict(reordered(saved, order(net, optimizer)) if IS_NEW else saved["optimizer"])
     load_quantizer_state_dict(quantizer, saved["quantizer"])
     torch.set_rng_state(saved["random"])
     return saved

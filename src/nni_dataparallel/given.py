@@ -14,7 +14,7 @@ from typing import Any, Dict, Iterator, List, Set
 
 from torch import nn
 
-__all__ = ["constructing", "described", "kind_of", "plain_model", "warn", "warn_of_ddp", "without_prefix"]
+__all__ = ["PREFIX", "constructing", "described", "kind_of", "plain_model", "users_model", "warn", "warn_of_ddp", "without_prefix"]
 
 PREFIX = "module."
 NAMES = ("op_names", "exclude_op_names")
@@ -40,6 +40,11 @@ def constructing(compressor: Any) -> Iterator[bool]:
 def plain_model(model: nn.Module) -> nn.Module:
     """The model inside a DataParallel; any other one as it is."""
     return model.module if isinstance(model, nn.DataParallel) else model
+
+
+def users_model(model: nn.Module) -> nn.Module:
+    """The model inside a DataParallel or a DistributedDataParallel; any other one as it is."""
+    return model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
 
 
 def without_prefix(config_list: Any, model: nn.Module, in_parallel: bool) -> Any:
@@ -88,17 +93,15 @@ def _patterns(pattern: str, names: Set[str]) -> List[str]:
 
 def kind_of(model: nn.Module) -> str:
     """The class of the user's model."""
-    return type(_inner(model)).__name__
+    return type(users_model(model)).__name__
 
 
 def described(model: nn.Module) -> str:
     """The names and kinds of a model's layers, for an error's text."""
-    layers = [f"{name} ({type(module).__name__})" for name, module in _inner(model).named_modules() if not list(module.children())]
+    layers = [
+        f"{name} ({type(module).__name__})" for name, module in users_model(model).named_modules() if not list(module.children())
+    ]
     return ", ".join(layers[:8]) + (", ..." if len(layers) > 8 else "")
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def warn(text: str) -> None:

@@ -7,12 +7,12 @@ uses, so that results on one device are the same to the last bit.
 
 from __future__ import annotations
 
-from typing import Optional, Sequence, Tuple, Union
+from typing import Any, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
 
-__all__ = ["at_least_tiny", "batch_range", "fake_quantize", "moving_average", "qparams", "smallest_divisor"]
+__all__ = ["at_least_tiny", "batch_range", "cut_dimension", "fake_quantize", "moving_average", "qparams", "smallest_divisor"]
 
 _TINY = torch.finfo(torch.float32).tiny
 _SMALLEST = {torch.float16: 2.0**-24}
@@ -36,6 +36,12 @@ def batch_range(x: Tensor, dims: Optional[Sequence[int]] = None) -> Tuple[Tensor
     if dims is None:
         return torch.amin(x), torch.amax(x)  # twice as fast as min() and max() on a CPU
     return torch.amin(x, list(dims), keepdim=True), torch.amax(x, list(dims), keepdim=True)
+
+
+def cut_dimension(shapes: Sequence[Any]) -> int:
+    """The dimension along which a batch was cut into shards of these shapes: the one in which they differ, else the first."""
+    uneven = [d for d in range(len(shapes[0])) if any(shape[d] != shapes[0][d] for shape in shapes)]
+    return uneven[0] if uneven else 0
 
 
 def moving_average(average: Tensor, value: Tensor, decay: Union[float, Tensor]) -> Tensor:

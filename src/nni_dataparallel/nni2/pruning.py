@@ -17,6 +17,7 @@ from torch.nn import Module
 from .. import replicas
 from ..recording import recorded
 from ..sharing import note_ranks, ranks_of
+from ..statistics import cut_dimension
 from .wrapping import note_other_names
 
 __all__ = ["add_activation_collector", "collector", "forward", "taylor_collector", "weight_to_buffer", "wrap_modules"]
@@ -29,8 +30,7 @@ MASKED: FrozenSet[str] = frozenset(["weight", "bias"])
 def _whole(shards: List[Tensor]) -> Tensor:
     """The batch that ``nn.DataParallel`` had cut: along the dimension in which the shards differ, else the first."""
     first = shards[0]
-    uneven = [i for i in range(first.dim()) if any(shard.shape[i] != first.shape[i] for shard in shards)]
-    return torch.cat([shard.to(first.device) for shard in shards], uneven[0] if uneven else 0)
+    return torch.cat([shard.to(first.device) for shard in shards], cut_dimension([shard.shape for shard in shards]))
 
 
 def once_per_batch(hook: Hook) -> Hook:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import given
-from .ranges import scale_shape
+from .ranges import has_shape, scale_shape
 from .wrapping import device_of
 
 __all__ = ["get_calibration_config", "update_calibration_config"]
@@ -104,9 +104,7 @@ def _misshapen(space: Any, config: Dict[str, Any]) -> List[str]:
             continue  # a quantizer that has not seen anything yet
         if not isinstance(value, Tensor):
             found.append(f"{key} is a {type(value).__name__}, not a tensor")
-        elif expected is None:
-            continue
-        elif value.numel() != 1 if expected == () else tuple(value.shape) != expected:
+        elif not has_shape(value, expected):
             found.append(f"{key} has shape {tuple(value.shape)} in the config, {expected} here")
     return found
 

@@ -14,7 +14,7 @@ from torch import nn
 from .. import given
 from .reducing import by_name
 
-__all__ = ["compress", "compressor_init", "fusion_compress"]
+__all__ = ["compress", "compressor_init", "fusion_compress", "in_the_models_order"]
 
 _ORDER = (
     "Build the compressor on the plain model first, then wrap it: an evaluator with the optimizer of model.parameters(), "
@@ -45,8 +45,6 @@ def compressor_init(stock: Callable[..., None], self: Any, model: nn.Module, con
 def _construct(stock: Callable[..., None], self: Any, model: nn.Module, config_list: Any, *args: Any, **kwargs: Any) -> None:
     try:
         stock(self, model, config_list, *args, **kwargs)
-        _in_order(self._module_wrappers, model)
-        _in_order(self._target_spaces, model)
     except KeyError as error:
         unknown = [name for config in config_list for name in config.get("op_names", ()) if name == error.args[0]]
         if not unknown:
@@ -55,19 +53,6 @@ def _construct(stock: Callable[..., None], self: Any, model: nn.Module, config_l
             f"{type(self).__name__}: {unknown[0]!r} in op_names is no layer of {given.kind_of(model)}, "
             f"whose layers are: {given.described(model)}"
         ) from error
-
-
-def _in_order(by_layer: Dict[str, Any], model: nn.Module) -> None:
-    """Put the layers in the model's order.
-
-    NNI goes through a set of names, whose order is another one in every process, and adds learned scales to the
-    optimizer in that order. An optimizer's state knows Parameters by their number: loaded elsewhere, scales would swap
-    their momenta.
-    """
-    places = {name: place for place, (name, _) in enumerate(model.named_modules())}
-    ordered = sorted(by_layer.items(), key=lambda item: places.get(item[0], len(places)))
-    by_layer.clear()
-    by_layer.update(ordered)
 
 
 def _warn_of_lightning(self: Any, model: nn.Module) -> None:
@@ -96,6 +81,16 @@ def compress(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     if parallel is None:
         return result
     return (parallel, *result[1:]) if isinstance(result, tuple) else parallel
+
+
+def in_the_models_order(stock: Callable[..., Dict[str, Any]], self: Any) -> Dict[str, Any]:
+    """``patch_optimizer_param_group``: the optimizer gets learned scales in the model's order.
+
+    NNI goes through a set of names, whose order is another one in every process. An optimizer's state knows
+    Parameters by their number: loaded elsewhere, scales would swap their momenta.
+    """
+    places = {name: place for place, (name, _) in enumerate(self.bound_model.named_modules())}
+    return dict(sorted(stock(self).items(), key=lambda item: places.get(item[0], len(places))))
 
 
 def fusion_compress(stock: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:

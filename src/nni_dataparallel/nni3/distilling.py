@@ -8,13 +8,9 @@ from __future__ import annotations
 import copy as copying
 from typing import Any, Callable, Dict
 
-from torch import nn
-
-from ..given import described, kind_of
+from ..given import PREFIX, described, kind_of, users_model
 
 __all__ = ["copy_without_graph", "register_teacher_wrappers"]
-
-_PREFIX = "module."
 
 
 def register_teacher_wrappers(stock: Callable[..., Any], self: Any) -> Any:
@@ -24,11 +20,11 @@ def register_teacher_wrappers(stock: Callable[..., Any], self: Any) -> Any:
     them. ``teacher_predict`` gets the teacher as it was given.
     """
     given = self.teacher_model
-    teacher = given.module if isinstance(given, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else given
+    teacher = users_model(given)
     names = {name for name, _ in teacher.named_modules()}
 
     def plain(link: str) -> str:
-        return link[len(_PREFIX) :] if link not in names and link.startswith(_PREFIX) else link
+        return link[len(PREFIX) :] if link not in names and link.startswith(PREFIX) else link
 
     for spaces in self._target_spaces.values():
         for space in spaces.values():

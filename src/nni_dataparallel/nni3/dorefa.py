@@ -40,10 +40,10 @@ class _Noise:
 
 def update_scale_zp(stock: Callable[..., None], self: Any, wrapper: Any, target_name: str, target: Any) -> None:
     """``DoReFaQuantizer.update_scale_zp``: the range of an input is the whole batch's; outputs agree on their noise."""
-    if target_name == "_output_0" and isinstance(target, Tensor) and wrapper.training and not replicas.recomputing():
-        _agree_on_noise(wrapper, target)
     if replicas.recomputing():
-        return  # activation checkpointing: the scale is the forward's
+        return  # activation checkpointing: scale and noise are the forward's
+    if target_name == "_output_0" and isinstance(target, Tensor) and wrapper.training:
+        _agree_on_noise(wrapper, target)
     space = wrapper.quantization_target_spaces.get(target_name)
     if space is not None and space._target_type.value == "input" and self.check_target(wrapper, target_name):
         target = extremes(target, wrapper, space)

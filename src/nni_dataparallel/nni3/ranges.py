@@ -17,7 +17,16 @@ from .. import replicas
 from ..replicas import Share
 from .views import is_parameter
 
-__all__ = ["extremes", "kernel_of", "positional", "rows_of", "scale_shape", "tracked_once_per_batch", "whole_shape"]
+__all__ = [
+    "extremes",
+    "has_shape",
+    "kernel_of",
+    "positional",
+    "rows_of",
+    "scale_shape",
+    "tracked_once_per_batch",
+    "whole_shape",
+]
 
 
 def kernel_of(space: Any, dims: int) -> List[int]:
@@ -41,6 +50,11 @@ def scale_shape(space: Any) -> Optional[Tuple[int, ...]]:
         return tuple(space._scaler.shrink(space.target.detach(), keepdim=True).shape)
     known = [t for t in (space.scale, space.tracked_max) if t is not None and t.numel()]
     return tuple(known[0].shape) if known else None
+
+
+def has_shape(value: Tensor, expected: Optional[Tuple[int, ...]]) -> bool:
+    """Whether ``value`` can be a scale of the shape that :func:`scale_shape` gave; a single number may be ``()`` or ``(1,)``."""
+    return expected is None or (value.numel() == 1 if expected == () else tuple(value.shape) == expected)
 
 
 def rows_of(wrapper: Any, name: str, x: Tensor) -> Optional[Share]:

@@ -95,6 +95,9 @@ _ROWS: Tuple[_Row, ...] = (
          "on the CPU it is made of the model's own tensors, which go on changing"),
     _Row("Quantizer.update_calibration_config", calibration.update_calibration_config, ("self", "calibration_config"),
          "ranges are not loaded, learned scales fail, a config that does not fit is half loaded"),
+    *(_Row(f"{name}.patch_optimizer_param_group", construction.in_the_models_order, ("self",),
+           "learned scales come in an order of their own in every process: an optimizer's checkpoint swaps their momenta")
+      for name in ("Quantizer", "LsqQuantizer", "LsqPlusQuantizer")),
     _Row("QATQuantizer.track_min_max_val", ranges.tracked_once_per_batch(_in_training), _TRACK, _RANGE),
     _Row("PtqQuantizer.track_min_max_val", ranges.tracked_once_per_batch(_always), _TRACK, _RANGE),
     _Row("DoReFaQuantizer.update_scale_zp", dorefa.update_scale_zp, _TRACK, _RANGE),

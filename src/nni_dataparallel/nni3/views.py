@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from .. import replicas
+from ..statistics import cut_dimension
 
 __all__ = ["View", "batch_of", "holder_of", "is_parameter", "localise", "report", "spaces_of"]
 
@@ -162,18 +163,6 @@ def _settle(original: Any, shards: List[Dict[Tuple[str, str], Tuple[Optional[Lis
             space.hidden_state = _joined(list(states), original.name, name)
 
 
-def _cut(shapes: List[Any]) -> int:
-    """The dimension along which the batch was cut: the one in which shards differ, else the first.
-
-    Nothing else is sure: a layer may flatten batch and time, and any size may equal a shard's by chance. So where
-    the batch is not the first dimension (``DataParallel(dim=1)``, activations of time first) and is cut into
-    equal shards, their hidden states are put together along the first. Distil a layer that has the batch first,
-    or have the teacher cut in the same way and compare by ``mse``, which takes the mean over all elements.
-    """
-    uneven = [d for d in range(len(shapes[0])) if any(shape[d] != shapes[0][d] for shape in shapes)]
-    return uneven[0] if uneven else 0
-
-
 def _whole_rank(shapes: List[Any]) -> List[List[int]]:
     """Shapes of the same number of dimensions: a shard of one sample may have lost its first one to ``squeeze()``."""
     most = max(len(shape) for shape in shapes)
@@ -185,12 +174,19 @@ def batch_of(shapes: List[List[int]]) -> List[int]:
     shapes = _whole_rank(shapes)
     whole = list(shapes[0])
     if whole:
-        dim = _cut(shapes)
+        dim = cut_dimension(shapes)
         whole[dim] = sum(shape[dim] for shape in shapes)
     return whole
 
 
 def _joined(states: List[Tensor], layer: str, target: str) -> Tensor:
+    """The hidden state of the batch.
+
+    Which dimension was cut is sure only where shards differ: a layer may flatten batch and time, and any size may equal
+    a shard's by chance. So where the batch is not the first dimension (``DataParallel(dim=1)``, activations of time
+    first) and is cut into equal shards, their hidden states are put together along the first. Distil a layer that has
+    the batch first, or have the teacher cut in the same way and compare by ``mse``, which takes the mean over all elements.
+    """
     if len(states) == 1:
         return states[0]
     if not states[0].dim():
@@ -199,4 +195,4 @@ def _joined(states: List[Tensor], layer: str, target: str) -> Tensor:
             "to a batch. Distil a target with a batch dimension, or train on one device."
         )
     shapes = _whole_rank([state.shape for state in states])
-    return torch.cat([state.to(states[0].device).reshape(shape) for state, shape in zip(states, shapes)], _cut(shapes))
+    return torch.cat([state.to(states[0].device).reshape(shape) for state, shape in zip(states, shapes)], cut_dimension(shapes))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .. import replicas
 from ..recording import recorded
 from ..sharing import note_ranks
-from .ranges import scale_shape
+from .ranges import has_shape, scale_shape
 from .views import is_parameter, report, spaces_of
 
 __all__ = ["device_of", "forward", "load_from_state_dict", "recomputed_buffers", "unwrap", "wrap"]
@@ -139,8 +139,8 @@ def load_from_state_dict(
             # Of the shape that the target has here: torch says so if the file's is another.
             target = next((t for t in expected if name.startswith(f"{t}_")), "")
             shape = expected.get(target)
-            fits = shape is None or (saved.numel() == 1 if shape == () else tuple(saved.shape) == shape)
-            self._buffers[name] = saved.new_empty(saved.shape if fits else shape or (), device=device_of(self, saved))
+            mine = saved.shape if has_shape(saved, shape) else shape or ()
+            self._buffers[name] = saved.new_empty(mine, device=device_of(self, saved))
     for name in _unborn(self, state_dict, prefix) if strict else ():
         self._buffers[name] = None
     for name, parameter in self._parameters.items():
