@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
 from typing import Iterator
 
 import pytest
@@ -36,3 +38,12 @@ def worker_contexts() -> Iterator[None]:
     yield
     for fix in parallel.FIXES:
         patching.uninstall(fix, "test")
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the workers of pytest-xdist share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if re.match(r"popen-gw\d+", base.name) else base) / "ddp"
+    folder.mkdir(exist_ok=True)
+    return folder

@@ -10,7 +10,10 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
+from harness import Record, differences
+
 WORKER = Path(__file__).parent / "ddp_worker.py"
+Ranks = List[Dict[str, Any]]
 
 
 class Ended:
@@ -82,3 +85,12 @@ def once(folder: Path, name: str, make: Callable[[Path], Any], limit: float = 30
     if isinstance(result, Exception):
         raise result
     return result
+
+
+def faults(expected: Record, ranks: List[Any]) -> List[str]:
+    """In words, where any rank is not what the reference says."""
+    found = []
+    for rank, record in enumerate(ranks):
+        lines = [record] if isinstance(record, str) else differences(expected, record)
+        found += [f"rank {rank}: {line}" for line in lines]
+    return found

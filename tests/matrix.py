@@ -28,14 +28,14 @@ from nni_dataparallel.fixes import RELEASES, covered_releases
 TESTS = Path(__file__).parent
 FILES = ["equivalence", "patching", "quantizers", "resume"]
 # What the code of a release decides, and not its place or name, is tested on the first release with that code.
-KIND_FILES = ["copies", "gradient", "numbers", "placement", "shapes_of_use", "state"]
+KIND_FILES = ["copies", "ddp", "gradient", "numbers", "placement", "shapes_of_use", "state"]
 # 2.5 - 2.10.1 are one kind, of which 2.10.1 has the whole suite.
 FIRST_OF_THEIR_KIND = ("1.4", "1.5", "1.9", "2.0", "2.2", "2.3", "2.4")
 # NNI 3.0 is driven by an evaluator; its wrapper, pruners and distillers have tests of their own.
 NEW_FILES = [
     *("equivalence", "patching", "quantizers", "resume", "gradient", "numbers", "placement", "shapes_of_use", "ways_in"),
     *("nni3_wrapper", "nni3_edges", "nni3_calibration", "nni3_pruners", "nni3_distillers", "nni3_hidden_states"),
-    *("nni3_construction", "nni3_evaluators", "examples"),
+    *("nni3_construction", "nni3_evaluators", "examples", "ddp", "ddp_options", "ddp_pruners", "local_statistics"),
 ]
 # The ways in start many interpreters: one release for each place where NNI keeps its classes (2.10.1 has the whole suite).
 WAYS_IN = ("1.4", "1.7", "2.0", "3.0rc1")
@@ -88,6 +88,10 @@ TESTED = {
     "test_stock_pruner_on_replicas": 2,
     "test_distilled_on_replicas_equals_one_device": 0,
     "test_stock_distiller_on_replicas": 2,
+    "test_ranks_equal_one_device": 8,
+    "test_stock_ranks_equal_one_device": 10,
+    "test_pruned_or_distilled_on_ranks_equals_one_device": 8,
+    "test_stock_pruner_or_distiller_on_ranks": 10,
 }
 """Test -> where its count of passed cells stands; the count of all its cells stands behind it."""
 
@@ -99,8 +103,8 @@ def cells(report: Path, pruners: bool = False) -> Cells:
         name, _, parameters = case.get("name", "").partition("[")
         if name not in TESTED or ("prune" in name or "distil" in name) is not pruners:
             continue
-        subject = re.sub(r"^(patched-|subclass-)?\d+-|\]$", "", parameters).partition(":")[0]
-        counts = found.setdefault(subject, [0] * 8)
+        subject = re.sub(r"^(patched-|subclass-)?\d+-|( \(.*)?\]$", "", parameters).partition(":")[0]
+        counts = found.setdefault(subject, [0] * 12)
         if not any(child.tag == "skipped" and "pytest.skip" in child.get("type", "") for child in case):
             counts[TESTED[name]] += all(child.tag not in ("failure", "error", "skipped") for child in case)
             counts[TESTED[name] + 1] += 1
@@ -114,23 +118,33 @@ QUANTIZERS = (
 """Column -> the quantizers in it."""
 
 
+DDP = ("2 ranks of DDP", "stock")
+
+
+def kind_of(release: str) -> str:
+    """The release whose code this one has, as far as quantizers go: the first of its kind, or 2.10.1."""
+    before = [first for first in FIRST_OF_THEIR_KIND if RELEASES.index(first) <= RELEASES.index(release)]
+    return before[-1] if RELEASES.index(release) < RELEASES.index("2.5") else "2.10.1"
+
+
 def _of(passed: int, every: int, none: str = "-") -> str:
     return f"{passed} of {every}" if every else none
 
 
 def table(reports: Dict[str, Path]) -> str:
     """The README's table of quantizers, from the reports alone."""
-    heads = ["NNI", *(column for column, *_ in QUANTIZERS), "stock: all of these", "resumed", "export loads"]
+    heads = ["NNI", *(column for column, *_ in QUANTIZERS), "stock: all of these", "resumed", "export loads", *DDP]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for release in RELEASES:
         if release not in reports:
             lines.append(f"| {release} | not run |" + " |" * (len(heads) - 2))
             continue
         found = cells(reports[release])
-        sums = [sum(counts[i] for counts in found.values()) for i in range(8)]
+        sums = [sum(counts[i] for counts in found.values()) for i in range(12)]
         counts = [next((found[name] for name in names if name in found), None) for _, *names in QUANTIZERS]
         equal = ["-" if count is None else _of(*count[:2]) for count in counts]
         more = [_of(*sums[2:4]), _of(*sums[4:6]), _of(*sums[6:8], "NNI has none")]
+        more += [_of(*sums[i : i + 2], f"as {kind_of(release)}") for i in (8, 10)]
         lines.append("| " + " | ".join([release, *equal, *more]) + " |")
     return "\n".join(lines)
 
@@ -138,13 +152,14 @@ def table(reports: Dict[str, Path]) -> str:
 def compressor_table(reports: Dict[str, Path], releases: Tuple[str, ...], kind: str) -> str:
     """The README's tables of pruners and distillers: one line for each, a column per release."""
     runs = {release: cells(reports[release], pruners=True) for release in releases if release in reports}
-    lines = [
-        f"| {kind} | " + " | ".join(f"{release}: patched | stock" for release in runs) + " |",
-        "|---" * (1 + 2 * len(runs)) + "|",
-    ]
+    heads = [f"{release}: patched | stock" for release in runs]
+    # DDP is tested with the last release of the table.
+    heads.append("2 ranks of DDP | stock")
+    lines = [f"| {kind} | " + " | ".join(heads) + " |", "|---" * (1 + 2 * len(heads)) + "|"]
     for pruner in sorted({name for run in runs.values() for name in run}):
-        counts = [run.get(pruner, [0] * 8) for run in runs.values()]
-        lines.append(f"| `{pruner}` | " + " | ".join(f"{_of(c[0], c[1])} | {_of(c[2], c[3])}" for c in counts) + " |")
+        counts = [run.get(pruner, [0] * 12) for run in runs.values()]
+        pairs = [count[:4] for count in counts] + [counts[-1][8:]]
+        lines.append(f"| `{pruner}` | " + " | ".join(f"{_of(*c[:2])} | {_of(*c[2:])}" for c in pairs) + " |")
     return "\n".join(lines)
 
 

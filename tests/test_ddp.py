@@ -1,15 +1,12 @@
-"""``DistributedDataParallel`` over gloo, in processes of its own: every rank ends with the numbers of one device.
+"""``DistributedDataParallel`` over gloo, every case: all ranks end with the numbers of one device.
 
-torch's ``SyncBatchNorm`` works on GPUs only, DDP refuses it on a CPU: it is not tried here.
+What DDP can do besides is in ``test_ddp_options.py``.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
-import re
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any
 from unittest import mock
 
 import ddp_runs
@@ -18,24 +15,17 @@ import harness
 import pytest
 import torch
 from cases import Case
-from conftest import CASES, IS_FIRST, IS_NEW, RELEASE, each_case, needs_a_quantizer
-from ddp_scenarios import SUBJECTS
-from harness import Record, data, differences, reference, stock_class
+from conftest import CASES, IS_NEW, RELEASE, each_case, needs_a_quantizer
+from ddp_runs import Ranks, faults
+from harness import reference
 from packaging.specifiers import SpecifierSet
-from references import reference_class
-from torch import nn
 
-import nni_dataparallel
-from nni_dataparallel import merged_over, patched
+pytestmark = [
+    needs_a_quantizer,
+    pytest.mark.of_a_kind,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed"),
+]
 
-pytestmark = [needs_a_quantizer, pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")]
-
-OPTIONS = ["own_buffers", "unused_parameters", "static_graph", "bucket_view", "inside_ddp", "no_sync"]
-OPTIONS += ["checkpointed", "checkpointed_reentrant", "own_loop"]
-OTHERS = ["joined", "outside", "traffic", "broadcast", "stop", "local"]
-ON_FOUR = ["resumed", "own_loop_in_a_subgroup", "ddp_in_a_subgroup"]
-# One case of each quantizer runs on four ranks, too.
-FOUR = list({case.quantizer: case for case in reversed(CASES)}.values())
 # 2.2 - 2.4 observe the input of a layer whose weight is quantised.
 OBSERVING = [case for case in CASES if case.quantizer == "QAT_Quantizer" and SpecifierSet(">=2.2,<2.5").contains(RELEASE)]
 # What stock NNI trains right with DDP: quantizers that observe no activation.
@@ -46,71 +36,24 @@ RIGHT_ON_STOCK = [
     if case.quantizer in ("BNNQuantizer", "NaiveQuantizer", "" if IS_NEW else "DoReFaQuantizer")
     or (case.name == "weight" and case.quantizer not in ("PtqQuantizer", "DoReFaQuantizer") and case not in OBSERVING)
 ]
-each_subject = pytest.mark.parametrize("case", SUBJECTS, ids=lambda case: case.id)
-Ranks = List[Dict[str, Any]]
-
-
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the workers of pytest-xdist share."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if re.match(r"popen-gw\d+", base.name) else base) / "ddp"
-    folder.mkdir(exist_ok=True)
-    return folder
 
 
 @pytest.fixture
 def two(runs: Path) -> Ranks:
-    """Two patched ranks: every case and every scenario, in one launch."""
-    jobs = [case.id for case in CASES] + OPTIONS + OTHERS
-    return ddp_runs.once(runs, "two", lambda folder: ddp_runs.run(2, folder, "patched", *jobs))
-
-
-@pytest.fixture
-def four(runs: Path, two: Ranks) -> Ranks:
-    """Four patched ranks."""
-    jobs = [case.id for case in FOUR] + ON_FOUR
-    return ddp_runs.once(runs, "four", lambda folder: ddp_runs.run(4, folder, "patched", *jobs))
+    """Two patched ranks, every case."""
+    return ddp_runs.once(runs, "two", lambda folder: ddp_runs.run(2, folder, "patched", *(case.id for case in CASES)))
 
 
 @pytest.fixture
 def stock(runs: Path) -> Ranks:
     """Two ranks of stock NNI, with batches that they share evenly."""
-    jobs = [case.id for case in CASES] + ["broadcast"]
-    return ddp_runs.once(runs, "stock", lambda folder: ddp_runs.run(2, folder, "stock", *jobs))
-
-
-def faults(expected: Record, ranks: List[Any]) -> List[str]:
-    """In words, where any rank is not what the reference says."""
-    found = []
-    for rank, record in enumerate(ranks):
-        lines = [record] if isinstance(record, str) else differences(expected, record)
-        found += [f"rank {rank}: {line}" for line in lines]
-    return found
-
-
-def of(ranks: Ranks, scenario: str, case: Case) -> List[Any]:
-    """What a scenario left of a case, by rank; its error in words."""
-    return [left[scenario] if isinstance(left[scenario], str) else left[scenario][case.id] for left in ranks]
-
-
-def whole(ranks: Ranks, scenario: str, case: Case) -> List[Any]:
-    """As ``of``, where there should be no error."""
-    found = of(ranks, scenario, case)
-    assert not [one for one in found if isinstance(one, str)], found
-    return found
+    return ddp_runs.once(runs, "stock", lambda folder: ddp_runs.run(2, folder, "stock", *(case.id for case in CASES)))
 
 
 @each_case
 def test_ranks_equal_one_device(two: Ranks, case: Case) -> None:
     """Losses, state, evaluation and export of both ranks are those of stock NNI on one device, with an empty shard among them."""
     assert not faults(reference(case, RELEASE), [left[case.id] for left in two])
-
-
-@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.id)
-def test_four_ranks_equal_one_device(four: Ranks, case: Case) -> None:
-    """The same, with more ranks than rows in some batches."""
-    assert not faults(reference(case, RELEASE), [left[case.id] for left in four])
 
 
 def _of_stock(case: Case) -> Any:
@@ -124,131 +67,3 @@ def test_stock_ranks_equal_one_device(stock: Ranks, case: Case) -> None:
     with mock.patch.object(harness, "data", scenarios.even_data), mock.patch.dict(harness._references, clear=True):
         expected = reference(case, RELEASE)
     assert not faults(expected, [left[case.id] for left in stock])
-
-
-@functools.lru_cache(maxsize=None)
-def _accumulated(case: Case) -> Record:
-    with mock.patch.object(harness, "step", scenarios.accumulate_alone):
-        return harness.train(reference_class(stock_class(case.quantizer)), case, RELEASE)
-
-
-@each_subject
-@pytest.mark.parametrize("option", OPTIONS)
-def test_options_of_ddp(two: Ranks, option: str, case: Case) -> None:
-    """Whatever the options, both ranks equal one device.
-
-    ``no_sync``: two micro-batches add up their gradients, and each is a forward that moves the ranges. ``inside_ddp``: a
-    DataParallel with two replicas inside each rank. ``own_loop``: no DDP at all, ``merged_over()`` around the forward.
-    """
-    expected = _accumulated(case) if option == "no_sync" else reference(case, RELEASE)
-    assert not faults(expected, of(two, option, case))
-
-
-@each_subject
-@pytest.mark.parametrize("scenario", ["own_loop_in_a_subgroup", "ddp_in_a_subgroup"])
-def test_ranks_of_a_subgroup(four: Ranks, scenario: str, case: Case) -> None:
-    """Two of four ranks share a batch: statistics are merged over these two alone."""
-    assert not faults(reference(case, RELEASE), of(four, scenario, case))
-
-
-def test_join_says_that_statistics_are_not_merged(two: Ranks) -> None:
-    """Ranks with two and three batches both come to their end; each is told why it observes alone."""
-    for rank, left in enumerate(two):
-        assert not isinstance(left["joined"], str), left["joined"]
-        assert left["joined"]["steps"] == 2 + rank
-        assert "same number of batches" in left["joined"]["told"][0]
-
-
-@each_subject
-def test_nothing_communicates_outside_of_a_forward_of_ddp(two: Ranks, case: Case) -> None:
-    """Rank 0 alone runs ``ddp.module(x)`` in both modes, and waits for nobody; then both train on."""
-    first, second = whole(two, "outside", case)
-    assert first["calls"] == []
-    assert first["seconds"] < 20
-    assert first["loss"] == second["loss"]
-
-
-@each_subject
-def test_one_collective_per_observer_and_forward(two: Ranks, case: Case) -> None:
-    """In training; in evaluation none at all, except in 1.x, whose ranges move there as well."""
-    for found in whole(two, "traffic", case):
-        assert found["observers"]
-        for count in found["forwards"]:
-            assert 0 < count <= found["observers"]
-        assert len(found["evaluation"]) == (found["observers"] if IS_FIRST else 0)
-
-
-@each_subject
-def test_buffers_stay_the_objects_that_ddp_knows(two: Ranks, case: Case) -> None:
-    """DDP broadcasts a list of buffers made at its construction."""
-    for found in whole(two, "broadcast", case):
-        assert found["changed"] == []
-
-
-def test_weights_are_not_broadcast(two: Ranks, stock: Ranks) -> None:
-    """Every rank computes the quantised weight anew; stock sends it before each forward."""
-    ours, theirs = whole(two, "broadcast", SUBJECTS[0])[0], whole(stock, "broadcast", SUBJECTS[0])[0]
-    assert theirs["bytes"] >= theirs["weights"] > 0
-    assert ours["bytes"] <= theirs["bytes"] - theirs["weights"]
-
-
-@pytest.mark.parametrize("accident", ["raising", "killed"])
-def test_an_accident_of_one_rank_ends_the_others(tmp_path: Path, accident: str) -> None:
-    """In the middle of a forward, while the other waits for its range: torch's own error, and nobody hangs."""
-    first, last = ddp_runs.launch(ddp_runs.WORKER, 2, tmp_path, "uncaught", accident, limit=60)
-    assert (last.status == -9) if accident == "killed" else ("of the user's" in last.errors)
-    assert first.status
-    assert re.search(r"[Cc]onnection (closed|reset) by peer|Broken pipe", first.errors), first.errors
-
-
-@each_subject
-def test_a_run_goes_on_with_another_number_of_ranks(two: Ranks, four: Ranks, case: Case) -> None:
-    """Saved by rank 0 of two after three steps, gone on with on four ranks and on one device."""
-    expected = copy.copy(reference(case, RELEASE))
-    expected.first = {}  # the range after the first step was seen before the stop
-    assert not faults(expected, of(four, "resumed", case))
-    with patched():
-        alone = scenarios.go_on(case, two[0]["stop"][case.id], harness.one_device, harness.step, harness.watch)
-    assert not faults(expected, [alone])
-
-
-@each_subject
-def test_ddp_around_a_model_that_gets_its_quantizer_later_is_refused(case: Case) -> None:
-    """At the first training forward; DDP knows the Parameters from before. Evaluation, and the right order, work."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        x = data()[0][0]
-        with patched():
-            net = harness.make_net(case)
-            early = nn.parallel.DistributedDataParallel(net)
-            early(x).sum().backward()
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-            harness.make_quantizer(stock_class(case.quantizer), case, net, optimizer, RELEASE)
-            with pytest.raises(RuntimeError, match=r"was built before the quantizer: it does not know conv1\..*plain model first"):
-                early(x)
-            with torch.no_grad():
-                early(x)
-            nn.parallel.DistributedDataParallel(net)(x).sum().backward()
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_merged_over_needs_a_process_group() -> None:
-    """The text says what to do."""
-    with pytest.raises(RuntimeError, match=r"there is none: launch with torchrun.*On one device leave merged_over\(\) out"):
-        with merged_over():
-            pass
-
-
-@each_subject
-def test_local_statistics_are_those_of_each_rank(two: Ranks, case: Case) -> None:
-    """With ``statistics="local"`` nobody communicates, and a rank has the range of its own rows after the first forward."""
-    found = whole(two, "local", case)
-    for rank, left in enumerate(found):
-        assert left["calls"] == []
-        with nni_dataparallel.patched():
-            net, _, _ = harness.start_training(stock_class(case.quantizer), case, RELEASE)
-            net(data()[0][0].tensor_split(2)[rank])
-        assert not harness.unequal("state", harness.snapshot(net), left["first"])
-    if case is SUBJECTS[0]:  # the learned scales of 3.0 start without a look at the batch
-        assert harness.unequal("state", found[0]["first"], found[1]["first"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
-import tempfile
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -33,18 +31,15 @@ def reference(case: DdpCase) -> Any:
     return on_one_device(case)
 
 
-@functools.lru_cache(maxsize=None)
-def ranks() -> List[Dict[str, Any]]:
-    """What every rank of the one run over all cases left."""
-    # One folder for all workers of pytest-xdist: the first that comes starts the ranks.
-    shared = Path(tempfile.gettempdir()) / f"ddp-pruners-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
-    shared.mkdir(exist_ok=True)
-    return ddp_runs.once(shared, "ranks", lambda folder: ddp_runs.run(WORLD, folder, "stock", worker=WORKER))
+@pytest.fixture
+def ranks(runs: Path) -> ddp_runs.Ranks:
+    """What every rank of the one run over all cases, patched and stock, left."""
+    return ddp_runs.once(runs, "pruners", lambda folder: ddp_runs.run(WORLD, folder, "stock", worker=WORKER))
 
 
-def left(way: str, case: DdpCase) -> List[Any]:
+def left(ranks: ddp_runs.Ranks, way: str, case: DdpCase) -> List[Any]:
     """What every rank left of a case; a copy, since comparing joins them."""
-    return copy.deepcopy([found[f"{way}: {case.name}"] for found in ranks()])
+    return copy.deepcopy([found[f"{way}: {case.name}"] for found in ranks])
 
 
 def mean(values: List[Any]) -> Any:
@@ -119,15 +114,15 @@ def stock_params() -> List[Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_ranks_equal_one_device(case: DdpCase) -> None:
+def test_pruned_or_distilled_on_ranks_equals_one_device(ranks: ddp_runs.Ranks, case: DdpCase) -> None:
     """Masks, weights, losses, gradients, evaluation are those of stock NNI on one device; all ranks hold the same bits."""
-    assert apart_from_one_device(case, left("patched", case)) == []
+    assert apart_from_one_device(case, left(ranks, "patched", case)) == []
 
 
 @pytest.mark.parametrize("case", stock_params())
-def test_stock_on_ranks(case: DdpCase) -> None:
+def test_stock_pruner_or_distiller_on_ranks(ranks: ddp_runs.Ranks, case: DdpCase) -> None:
     """Without the fixes: what ranks compute from weights and what DDP reduces is right, all else is each rank's own."""
-    assert apart_from_one_device(case, left("stock", case)) == []
+    assert apart_from_one_device(case, left(ranks, "stock", case)) == []
 
 
 @pytest.mark.skipif(RELEASE != "3.0", reason=f"NNI {RELEASE} has no distillers")

@@ -84,7 +84,7 @@ def assert_equal(state: Dict[str, Tensor], expected: Dict[str, Tensor]) -> None:
 
 
 @each_case
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.of_a_kind), 3])
 def test_a_resumed_run_equals_one_that_never_stopped(case: Case, count: int) -> None:
     """Model, optimizer and quantizer_state_dict, in a file that weights_only reads: step for step the same."""
     with patched():
