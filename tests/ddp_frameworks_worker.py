@@ -34,7 +34,7 @@ STEPS = 5
 QUANTIZERS = tuple(name for name in ("QAT_Quantizer", "QATQuantizer", "LsqQuantizer") if any(c.quantizer == name for c in CASES))
 
 
-class Rows(Dataset):  # type: ignore[type-arg]
+class Rows(Dataset):
     """The rows of all batches; of each batch, the last one has the extreme values, and the last rank gets it."""
 
     def __init__(self) -> None:
