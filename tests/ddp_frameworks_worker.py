@@ -204,7 +204,7 @@ def lightning(name: str, count: int) -> Record:
     more = {"accelerator": "cpu", "max_epochs": 1, **ranks, **quiet}
     if not IS_NEW:
         model.optimizer = sgd(model)
-        quantize(name, model, model.optimizer)
+        quantize(name, model.inner, model.optimizer)  # before 2.9 NNI cannot trace a LightningModule
         pl.Trainer(**more).fit(model, Data())
         return watch.finish(model)
     from nni.compression.utils import LightningEvaluator
