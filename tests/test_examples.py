@@ -16,6 +16,7 @@ import nni_dataparallel
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FOR = {
+    "ddp_accelerate": ">=2.5,!=3.0rc1",
     "ddp_qat": ">=2.5,!=3.0rc1",
     "qat_dataparallel": ">=2.5,<3.0rc1",
     "qat_nni3": ">=3.0",
@@ -72,6 +73,14 @@ def test_qat_nni3(tmp_path: Path) -> None:
     output = run("qat_nni3", tmp_path)
     assert percent(output, "quantised accuracy on the training images") > 85
     assert "the same state, to the bit: True" in output
+
+
+def test_ddp_accelerate(tmp_path: Path) -> None:
+    """Under torchrun: two ranks train three epochs."""
+    pytest.importorskip("accelerate")
+    output = run("ddp_accelerate", tmp_path, ranks=2)
+    assert re.findall(r"epoch (\d): loss of the last batch [0-9.]+ on (\d)", output) == [("0", "2"), ("1", "2"), ("2", "2")]
+    assert percent(output, "quantised accuracy on the training images") > 85
 
 
 def test_ddp_qat(tmp_path: Path) -> None:
