@@ -252,23 +252,6 @@ def test_a_name_that_no_layer_has_is_told() -> None:
         L1NormPruner(script.model, [{"op_names": ["module.conv3", "module.conv1"], "sparse_ratio": 0.5}])
 
 
-def test_layers_and_learned_scales_come_in_the_models_order() -> None:
-    """In every process: an optimizer's state is loaded by the Parameters' numbers, and NNI's order is that of a set of strings."""
-    patch()
-    net = torch.nn.Sequential(*(torch.nn.Conv2d(1, 1, 1) for _ in range(12)))
-    config = {"op_types": ["Conv2d"], "target_names": ["weight"], **INT8, "quant_scheme": "symmetric"}
-    optimizer = nni.trace(torch.optim.SGD)(net.parameters(), lr=0.1)
-    evaluator = nni.compression.utils.TorchEvaluator(lambda *given: None, optimizer, lambda batch, model: None)
-    quantizer = nni.compression.quantization.LsqQuantizer(net, [config], evaluator)
-    names = [str(i) for i in range(12)]
-    assert list(quantizer._module_wrappers) == list(quantizer._target_spaces) == names
-    evaluator.bind_model(net, quantizer._get_param_names_map())
-    quantizer._fuse_preprocess(evaluator)
-    trained = [parameter for group in evaluator._optimizers[0].param_groups for parameter in group["params"]]
-    scales = [quantizer._module_wrappers[name].weight_scale for name in names]
-    assert [id(p) for p in trained[-12:]] == [id(scale) for scale in scales]
-
-
 SHOW_ORDER = """
 import nni, torch, nni_dataparallel
 from nni.compression.quantization import LsqQuantizer
