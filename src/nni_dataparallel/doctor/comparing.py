@@ -99,7 +99,7 @@ def _lost(trial: Trial, key: Key, expected: Any, before: Any) -> Fault:
     changed = [i for i, state in enumerate(states) if not same(state.get(key, MISSING), before)]
     there = f"; on replica{'s' if len(changed) > 1 else ''} {', '.join(map(str, changed))} it changes" if changed else ""
     if changed and not _is_large(expected):
-        there += f" ({' and '.join(shown(states[i].get(key, MISSING)) for i in changed[:2])})"
+        there += f" ({', '.join(dict.fromkeys(shown(states[i].get(key, MISSING)) for i in changed))})"
     kind = "lost buffer" if key.is_buffer else "lost attribute"
     if not key.is_buffer and any(isinstance(item, Tensor) for item in (expected if isinstance(expected, tuple) else (expected,))):
         kind = "lost activation"
@@ -136,11 +136,16 @@ def _numbers(trial: Trial, random: Set[Any]) -> Iterator[Fault]:
         other = replicas.gradients.get(name)
         if name in random:
             continue
-        if not same(gradient, other, trial.rtol):
+        if not same(gradient, other, trial.rtol) and not (_is_nothing(gradient) and _is_nothing(other)):
             yield Fault("gradients differ", module, parameter, _apart(gradient, other))
         elif not same(whole.parameters.get(name), replicas.parameters.get(name), trial.rtol):
             text = _apart(whole.parameters.get(name), replicas.parameters.get(name))
             yield Fault("parameters differ", module, parameter, text)
+
+
+def _is_nothing(gradient: Optional[Tensor]) -> bool:
+    """A parameter that is not used has no gradient on one device, and zeros on replicas."""
+    return gradient is None or not gradient.any()
 
 
 def _apart(a: Optional[Tensor], b: Optional[Tensor]) -> str:

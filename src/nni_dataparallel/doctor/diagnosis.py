@@ -107,6 +107,13 @@ class Diagnosis:
         return not self.of("remains")
 
     @property
+    def conditions(self) -> str:
+        """What was left out to compare the runs; empty where nothing was."""
+        kinds = {finding.kind for finding in self.findings}
+        left_out = [text for kind, text in (("batch norm", "batch norms frozen"), ("dropout", "no dropout")) if kind in kinds]
+        return f" ({', '.join(left_out)})" if left_out else ""
+
+    @property
     def verdict(self) -> str:
         """The result in a sentence."""
         remains, repaired = len(self.of("remains")), len(self.of("repaired"))
@@ -114,7 +121,8 @@ class Diagnosis:
             return f"Nothing found: {self.replicas} replicas leave what one device leaves."
         mended = f"the patch repairs {repaired} finding{'s' if repaired != 1 else ''}"
         if not self.with_patch:
-            return f"{remains} finding{'s' if remains != 1 else ''}; NNI's compressors are not in this model, nothing for the patch to do."
+            found = f"{remains} finding{'s' if remains != 1 else ''}"
+            return f"{found}; there is no compressor of NNI's in this model, so nothing for the patch to repair."
         if not remains:
             return f"{mended[0].upper()}{mended[1:]}, nothing remains: {self.replicas} replicas then leave what one device leaves."
         return f"{remains} finding{'s' if remains != 1 else ''} remain{'s' if remains == 1 else ''} with the patch; {mended}."

@@ -13,7 +13,7 @@ from ..api import is_patched, patched, unpatch, unpatched
 from .comparing import Fault, Trial, faults_of, norm_faults
 from .diagnosis import Diagnosis, Finding, Range
 from .remedies import KINDS, PATCH
-from .running import Bench, Outcome, isolated, rows_of
+from .running import Bench, isolated, rows_of
 from .state import is_of_nni, own_names
 from .subject import DoctorError, Loss, Subject, from_function, from_model
 
@@ -189,7 +189,7 @@ def _notes(trial: Trial) -> List[Finding]:
     found = []
     if trial.whole.dropouts:
         names = trial.whole.dropouts
-        seen = f"{len(names)} layer{'s' if len(names) != 1 else ''} with dropout: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+        seen = f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
         found.append(Fault("dropout", "", "", seen))
     random = trial.random
     if random:
@@ -210,8 +210,10 @@ def _ranges(trial: Trial, mended: Optional[Trial]) -> List[Range]:
         ends: List[Optional[Tuple[float, float]]] = []
         for state, fault in zip(states, failed):
             low, high = state.get(key), state.get(upper)
-            known = isinstance(low, Tensor) and isinstance(high, Tensor) and low.numel() and high.numel() and not fault
-            ends.append((low.min().item(), high.max().item()) if known else None)
+            if fault or not isinstance(low, Tensor) or not isinstance(high, Tensor) or not low.numel() or not high.numel():
+                ends.append(None)
+            else:
+                ends.append((low.min().item(), high.max().item()))
         if ends[0] is not None:
             found.append(Range(key.module, key.name, *ends))
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from html import escape
-from typing import List, Optional, Tuple
+from typing import Callable, List, Optional, Tuple
 
 from .diagnosis import Diagnosis, Finding, Range
 from .text import heading, titles
@@ -11,8 +11,10 @@ from .text import heading, titles
 __all__ = ["page"]
 
 MOST_RANGES = 200
+_COLUMNS = (("module", 14), ("what", 24), ("seen", 32), ("remedy", 30))
 _STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #1b1f24; background: #fff }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem;
+color: #1b1f24; background: #fff }
 h1 { font-size: 1.4rem; margin-bottom: .2rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 .what { color: #57606a; margin-top: 0 } .verdict { padding: .7rem 1rem; border-left: 5px solid; font-weight: 600 }
 .good { border-color: #1a7f37; background: #eefbf1 } .bad { border-color: #cf222e; background: #fff1f0 }
@@ -27,7 +29,7 @@ _RUNS = (
     ("stock", "replicas, stock", "#d62728"),
     ("patched", "replicas, patched", "#2ca02c"),
 )
-_LEFT, _PLOT, _RIGHT, _BAR = 270, 560, 190, 11
+_LEFT, _PLOT, _RIGHT, _BAR = 270, 560, 190, 14
 
 
 def page(diagnosis: Diagnosis) -> str:
@@ -38,13 +40,13 @@ def page(diagnosis: Diagnosis) -> str:
     for status, title in titles(diagnosis).items():
         findings = diagnosis.of(status)
         if findings:
-            body += [f"<h2>{_text(title)}</h2>", _table(findings)]
+            body += [f"<h2>{_text(title)}</h2>", _table(findings, status != "repaired")]
     if diagnosis.losses:
         rows = "".join(
             f"<tr><td>{_text(run)}</td><td>{'failed' if loss is None else f'{loss:.8g}'}</td></tr>"
             for run, loss in diagnosis.losses.items()
         )
-        body += ["<h2>Loss of the step</h2>", f"<table>{rows}</table>"]
+        body += [f"<h2>Loss of the step{_text(diagnosis.conditions)}</h2>", f"<table>{rows}</table>"]
     if diagnosis.ranges:
         body += ["<h2>Tracked ranges after the step</h2>", _legend(diagnosis), f'<div class="wide">{_drawing(diagnosis)}</div>']
         if len(diagnosis.ranges) > MOST_RANGES:
@@ -62,18 +64,16 @@ def _text(value: object) -> str:
     return escape(str(value), quote=True)
 
 
-def _table(findings: List[Finding]) -> str:
+def _table(findings: List[Finding], with_remedy: bool) -> str:
+    columns = _COLUMNS if with_remedy else _COLUMNS[:-1]
     rows = []
     for finding in findings:
         place = f'<span class="place"><code>{_text(finding.place)}: {_text(finding.code)}</code></span>' if finding.place else ""
         name = f"<b>{_text(finding.title)}</b>" + (f"<br><code>{_text(', '.join(finding.names))}</code>" if finding.names else "")
         cells = (_text(finding.where), name, _text(finding.seen) + place, _text(finding.remedy))
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    head = "".join(f'<th style="width: {width}%">{name}</th>' for name, width in _COLUMNS)
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells[: len(columns)]) + "</tr>")
+    head = "".join(f'<th style="width: {width}%">{name}</th>' for name, width in columns)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-
-
-_COLUMNS = (("module", 14), ("what", 24), ("seen", 32), ("remedy", 30))
 
 
 def _runs(diagnosis: Diagnosis) -> List[Tuple[str, str, str]]:
@@ -100,7 +100,7 @@ def _drawing(diagnosis: Diagnosis) -> str:
 
 def _group(one: Range, runs: List[Tuple[str, str, str]], top: int, height: int) -> List[str]:
     ends = [getattr(one, run) for run, _, _ in runs]
-    known = [end for pair in ends if pair is not None for end in pair if abs(end) < float("inf")]
+    known: List[float] = [end for pair in ends if pair is not None for end in pair if abs(end) < float("inf")]
     low, high = min([0.0, *known]), max([0.0, *known])
     span = (high - low) or 1.0
 
@@ -118,14 +118,13 @@ def _group(one: Range, runs: List[Tuple[str, str, str]], top: int, height: int) 
     return parts
 
 
-def _bar(run: str, color: str, pair: Optional[Tuple[float, float]], x: object, top: int) -> str:
-    assert callable(x)
+def _bar(run: str, color: str, pair: Optional[Tuple[float, float]], x: Callable[[float], float], top: int) -> str:
     if pair is None:
-        return f'<text x="{_LEFT + 4}" y="{top + 9}" fill="{color}">{run}: failed</text>'
+        return f'<text x="{_LEFT + 4}" y="{top + 10}" fill="{color}">{run}: failed</text>'
     left, right = x(pair[0]), x(pair[1])
     numbers = f"{pair[0]:.4g} to {pair[1]:.4g}"
     return (
         f'<rect x="{left:.1f}" y="{top}" width="{max(right - left, 1.5):.1f}" height="{_BAR - 3}" fill="{color}">'
         f"<title>{run}: {numbers}</title></rect>"
-        f'<text x="{_LEFT + _PLOT + 12}" y="{top + 9}">{numbers}</text>'
+        f'<text x="{_LEFT + _PLOT + 12}" y="{top + 10}">{numbers}</text>'
     )

@@ -53,7 +53,8 @@ KINDS: Dict[str, Kind] = {
     ),
     "shared attribute": Kind(
         "attribute that all replicas write to",
-        "replicas share Python lists and dicts and write to them from several threads, in any order: return the values from forward",
+        "replicas share Python lists and dicts, and write to them from several threads in any order: return what "
+        "is collected from forward",
     ),
     "state differs": Kind(
         "state differs from one device",

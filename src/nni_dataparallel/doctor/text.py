@@ -64,7 +64,7 @@ def plain_text(diagnosis: Diagnosis) -> str:
             if more:
                 lines.append(f"  ... and {more} more modules with this (--json or --html lists them)")
     if diagnosis.losses:
-        lines += ["", f"loss of the step: {losses(diagnosis)}"]
+        lines += ["", f"loss of the step{diagnosis.conditions}: {losses(diagnosis)}"]
     return "\n".join([*lines, diagnosis.verdict])
 
 
@@ -100,6 +100,6 @@ def rich_table(diagnosis: Diagnosis) -> Any:
                 table.add_row(Text(f"and {more} more"), Text("the same (--json or --html lists them)"))
         parts.append(table)
     if diagnosis.losses:
-        parts.append(Text(f"loss of the step: {losses(diagnosis)}"))
+        parts.append(Text(f"loss of the step{diagnosis.conditions}: {losses(diagnosis)}"))
     parts.append(Text(diagnosis.verdict, style="bold green" if diagnosis.healthy else "bold red"))
     return Group(*parts)

@@ -1,0 +1,516 @@
+"""The doctor: each kind of fault is found where it is, and nowhere else; what the patch repairs and what remains."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import json
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any, Callable, List
+
+import pytest
+import torch
+from cases import is_new
+from conftest import CASES, RELEASE
+from harness import data, freeze_norms, make_net, make_quantizer, stock_class
+from torch import Tensor, nn
+
+from nni_dataparallel import Diagnosis, DoctorError, diagnose, fixes, is_patched, patch
+from nni_dataparallel import __main__ as command
+
+CONSTANT = torch.arange(1.0, 4.0)
+checked = pytest.mark.skipif(int(torch.__version__.split(".")[0]) < 2, reason="before torch 2.0 mixed devices are not found")
+
+
+class Healthy(nn.Module):
+    """A layer, a constant buffer, a constant attribute: nothing for the doctor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(5, 3)
+        self.register_buffer("seen", torch.zeros(1))
+        self.shift, self.sizes, self.calls, self.kept, self.hidden = CONSTANT.clone(), [5, 3], 0, [], None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)
+
+
+class Moves(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + self.shift.to(x.device)
+
+
+class Counts(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.fc(x)
+
+
+class Assigns(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.maximum(self.seen, x.detach().max())
+        return self.fc(x)
+
+
+class AssignsAGraph(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        self.seen = self.seen + y.mean()
+        return y
+
+
+class UpdatesInPlace(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.mul_(0.9).add_(0.1 * x.mean())
+        return self.fc(x)
+
+
+class MixesAnAttribute(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        return y + self.shift  # here
+
+
+class MixesAGlobal(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        return y * CONSTANT  # here
+
+
+class AsksForParameters(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        norm = sum(p.detach().norm() for p in self.parameters())  # here
+        return self.fc(x) + 0 * norm
+
+
+class KeepsAnActivation(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = x.detach() * 2
+        return self.fc(x)
+
+
+class Collects(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append(float(x.sum()))
+        return self.fc(x)
+
+
+class Refuses(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) < 8:
+            raise ValueError("eight rows, please")  # here
+        return self.fc(x)
+
+
+class Centres(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x - x.mean(0))
+
+
+class Float32Only(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x + torch.zeros(5, 5, dtype=torch.float32).mm(torch.ones(5, 1)).to(x.dtype).sum()) @ torch.eye(3)
+
+
+class Draws(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x + torch.randn_like(x))
+
+
+def batch(rows: int = 8) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 5, generator=generator), torch.randint(3, (rows,), generator=generator)
+
+
+def line_of(kind: type) -> int:
+    lines, first = inspect.getsourcelines(kind)
+    return first + next(i for i, line in enumerate(lines) if line.rstrip().endswith("# here"))
+
+
+@pytest.mark.parametrize("make", [Healthy, Moves, Float32Only], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_healthy_model_has_no_finding(make: Callable[[], nn.Module], replicas: int) -> None:
+    """Neither rounding, nor uneven shards, nor constants that are moved or stay the same are taken for faults."""
+    diagnosis = diagnose(make(), batch(), replicas=replicas)
+    assert diagnosis.findings == []
+    assert diagnosis.healthy
+    assert "Nothing found: " in diagnosis.table()
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (Counts, {"lost attribute": "calls"}),
+        (Assigns, {"lost buffer": "seen"}),
+        (AssignsAGraph, {"lost buffer": "seen", "non-leaf": "seen"}),
+        (UpdatesInPlace, {"one shard": "seen"}),
+        (KeepsAnActivation, {"lost activation": "hidden"}),
+        (Collects, {"shared attribute": "kept"}),
+        (Centres, {"loss differs": "loss", "gradients differ": "weight, bias"}),
+        (Refuses, {"fails": ""}),
+        (AsksForParameters, {"asked for parameters": ""}),
+        pytest.param(MixesAnAttribute, {"mixed devices": ""}, marks=checked),
+        pytest.param(MixesAGlobal, {"mixed devices": ""}, marks=checked),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_fault_is_found_and_no_other(make: Callable[[], nn.Module], expected: Any) -> None:
+    """Kind and name are told, with a remedy; without NNI in the model nothing is repaired."""
+    diagnosis = diagnose(make(), batch())
+    assert {finding.kind: ", ".join(finding.names) for finding in diagnosis.findings} == expected
+    assert all(finding.status == "remains" and finding.remedy and finding.seen for finding in diagnosis.findings)
+    assert not diagnosis.healthy
+    assert not diagnosis.with_patch
+
+
+@pytest.mark.parametrize(
+    "make", [Refuses, AsksForParameters, pytest.param(MixesAnAttribute, marks=checked), pytest.param(MixesAGlobal, marks=checked)]
+)
+def test_the_line_of_the_users_code_is_told(make: type) -> None:
+    """File and line are where it happens, not where the model is called, nor where a worker raises again."""
+    (finding,) = diagnose(make(), batch()).findings
+    assert finding.place == f"{__file__}:{line_of(make)}"
+    assert finding.code.endswith("# here")
+    assert finding.place in diagnose(make(), batch()).table()
+
+
+class Normalised(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(5), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.drop(self.norm(x)))
+
+
+def test_batch_norm_remains_with_its_remedy_and_hides_nothing() -> None:
+    """The other runs are made with it frozen: its statistics do not show as faults of what comes after it."""
+    diagnosis = diagnose(Normalised(), batch())
+    norm, dropout = diagnosis.findings
+    assert (norm.kind, norm.module, norm.status) == ("batch norm", "norm", "remains")
+    assert "SyncBatchNorm" in norm.remedy
+    assert "running_mean is the first shard's" in norm.seen
+    assert (dropout.kind, dropout.status) == ("dropout", "note")
+    assert "batch norms frozen, no dropout" in diagnosis.table()
+    frozen = Normalised()
+    frozen.norm.eval()
+    assert diagnose(frozen, batch()).healthy
+
+
+def test_random_numbers_are_a_note() -> None:
+    """What changes with the seed on one device already is no fault of the replicas."""
+    diagnosis = diagnose(Draws(), batch())
+    assert [(finding.kind, finding.status) for finding in diagnosis.findings] == [("random", "note")]
+    assert diagnosis.healthy
+
+
+def test_the_live_model_is_not_touched() -> None:
+    """Parameters, buffers, attributes, gradients, modes, random numbers and the optimizer stay as they are."""
+    model = nn.Sequential(Counts(), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before, drawn = copy.deepcopy(model.state_dict()), torch.random.get_rng_state()
+    assert not diagnose(model, batch(), optimizer=optimizer).healthy
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert all(p.grad is None and p.dtype == torch.float32 for p in model.parameters())
+    assert model[0].calls == 0
+    assert model[1].training
+    assert model[2].p == 0.5
+    assert not optimizer.state
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+
+
+class OwnLoss(Healthy):
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return {"loss": nn.functional.cross_entropy(self.fc(x), y).reshape(1)}
+
+
+def test_batches_and_losses_of_many_shapes() -> None:
+    """Keywords with a loss of the model's own, an input alone, a target to regress to, a loss of the user's."""
+    x, y = batch()
+    assert diagnose(lambda: (OwnLoss(), {"x": x, "y": y})).healthy
+    assert diagnose(Healthy(), x).healthy
+    assert diagnose(Healthy(), (x, torch.randn(8, 3))).healthy
+    assert diagnose(lambda: {"model": Healthy(), "batch": x, "loss": lambda model, rows: model(rows).abs().sum()}).healthy
+
+
+def run_away() -> Any:
+    raise KeyError("no data here")
+
+
+built: List[int] = []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((3,), TypeError, "takes a torch.nn.Module or a function that builds one, not int"),
+        ((Healthy(),), DoctorError, "needs a batch"),
+        ((Healthy(), batch(1)), DoctorError, "the batch has 1 row, 2 replicas need at least 2 rows"),
+        ((Healthy(), batch(), 1), ValueError, "with 1 replica there is nothing to compare"),
+        ((Healthy(), batch(), "2"), TypeError, "replicas is a number, not str"),
+        ((Healthy(), (torch.ones(8, 4), torch.zeros(8).long())), DoctorError, r"fails on one device already: .*test_doctor.py:\d+"),
+        ((Healthy(), (torch.ones(8, 5), torch.ones(8))), DoctorError, "no loss fits the model's output"),
+        ((lambda: 3,), DoctorError, "returned int, which does not begin with a model: return"),
+        ((Healthy,), DoctorError, "returned no batch to train on"),
+        ((lambda: {"net": 1},), DoctorError, "a dict with net, which means nothing here"),
+        ((lambda: (Healthy(), 1, 2),), DoctorError, "two values that may be the batch"),
+        ((run_away,), DoctorError, r"run_away\(\) raised KeyError: 'no data here'"),
+        ((lambda: (nn.Linear(5, 3 + len(built), bool(built.append(1))), batch()),), DoctorError, "is not the first one"),
+    ],
+)
+def test_what_cannot_be_examined_is_told(arguments: Any, error: Any, text: str) -> None:
+    """The error names what was given and what is expected instead."""
+    with pytest.raises(error, match=text):
+        diagnose(*arguments)
+
+
+def test_a_model_that_cannot_be_copied_is_built_anew_instead() -> None:
+    """The error of a model with a graph in it says to give the function."""
+    model = AssignsAGraph()
+    model(batch()[0])
+    with pytest.raises(DoctorError, match=r"AssignsAGraph cannot be copied .*: give diagnose"):
+        diagnose(model, batch())
+    assert [f.kind for f in diagnose(AssignsAGraph, batch()).findings] == ["lost buffer", "non-leaf"]
+
+
+def test_works_without_nni(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of torch's alone needs none."""
+
+    def missing() -> str:
+        raise fixes.UnsupportedReleaseError("NNI is not installed")
+
+    monkeypatch.setattr(fixes, "installed_release", missing)
+    diagnosis = diagnose(Counts(), batch())
+    assert diagnosis.nni is None
+    assert "no NNI" in diagnosis.table()
+
+
+QAT = [case for case in CASES if case.trains and not case.fold and not case.start and "output" in str(case.config)]
+needs_qat = pytest.mark.skipif(not QAT, reason=f"NNI {RELEASE} has no quantizer")
+
+
+def make_qat(count: bool = False) -> Any:
+    net = make_net(QAT[0])
+    if count:
+        net.__class__ = CountingNet
+    freeze_norms(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    make_quantizer(stock_class(QAT[0].quantizer), QAT[0], net, optimizer, RELEASE)
+    return net, optimizer, data()[0]
+
+
+class CountingNet(type(make_net(QAT[0])) if QAT else nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x)
+
+
+@needs_qat
+def test_the_faults_of_stock_nni_are_repaired_by_the_patch() -> None:
+    """Stock leaves other ranges than one device; with the patch nothing remains. Whether NNI is patched stays as it was."""
+    diagnosis = diagnose(make_qat)
+    assert not is_patched()
+    assert diagnosis.healthy
+    assert diagnosis.with_patch
+    repaired = diagnosis.of("repaired")
+    assert {"lost buffer", "one shard", "state differs", "mixed devices"} & {finding.kind for finding in repaired}
+    assert all("_nni_wrapper" not in f.module and ".module" not in f.module for f in repaired)
+    assert diagnosis.losses["replicas, patched"] == pytest.approx(diagnosis.losses["one device"])
+    assert diagnosis.ranges
+    assert all(r.patched == pytest.approx(r.one_device) for r in diagnosis.ranges)
+    assert any(r.stock != pytest.approx(r.one_device) for r in diagnosis.ranges)
+
+
+@needs_qat
+def test_what_remains_is_the_users_own() -> None:
+    """A counter in the user's model is told apart from NNI's faults; a patch that was there is there afterwards."""
+    patch()
+    diagnosis = diagnose(lambda: make_qat(count=True))
+    assert is_patched()
+    assert [(finding.kind, finding.names) for finding in diagnosis.of("remains")] == [("lost attribute", ("calls",))]
+    assert diagnosis.of("repaired")
+    assert "1 finding remains with the patch; the patch repairs" in diagnosis.verdict
+
+
+@pytest.mark.skipif(not is_new(RELEASE), reason="evaluators are NNI 3.0's")
+def test_an_evaluator_brings_optimizer_and_loss() -> None:
+    """NNI 3.0: the quantizer as a script builds it; its evaluator's training step is the step."""
+    import nni
+    from nni.compression.utils import TorchEvaluator
+
+    steps = []
+
+    def training_step(batch: Any, model: nn.Module) -> Tensor:
+        steps.append(type(model).__name__)
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def make() -> Any:
+        net = make_net(QAT[0])
+        optimizer = nni.trace(torch.optim.SGD)(net.parameters(), lr=0.05)
+        config = [{"op_types": ["Conv2d", "Linear"], "target_names": ["_input_", "weight"], "quant_dtype": "int8"}]
+        quantizer = stock_class()(net, config, TorchEvaluator(lambda *args: None, optimizer, training_step))
+        return net, quantizer, data()[0]
+
+    diagnosis = diagnose(make)
+    assert diagnosis.healthy
+    assert diagnosis.of("repaired")[0].kind == "mixed devices"
+    assert set(steps) == {"Net", "Watched"}
+
+
+class Strict(HTMLParser):
+    """Tags of a page that are opened and closed in order; attributes that point elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: List[str] = []
+        self.seen: List[str] = []
+        self.outside: List[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.seen.append(tag)
+        self.outside += [name for name, _ in attrs if name in ("src", "href", "xlink:href", "onclick")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def parsed(page: str) -> Strict:
+    parser = Strict()
+    parser.feed(page)
+    parser.close()
+    return parser
+
+
+class Watching(Counts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("<script>alert('&')</script>", Counts())
+        self.register_buffer("tracked_min", torch.zeros(1))
+        self.register_buffer("tracked_max", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.tracked_min, self.tracked_max = x.detach().min(), x.detach().max()
+        return super().forward(x) + self._modules["<script>alert('&')</script>"](x)
+
+
+def test_the_page_stands_alone_and_escapes() -> None:
+    """Well-formed, nothing from elsewhere, the user's names are text; ranges are drawn."""
+    page = diagnose(Watching(), batch()).html()
+    found = parsed(page)
+    assert found.open == []
+    assert found.outside == []
+    assert "script" not in found.seen
+    assert {"svg", "rect", "table", "style"} <= set(found.seen)
+    assert "&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;" in page
+    assert "http" not in page
+    assert "url(" not in page
+
+
+def test_json_and_text_say_the_same() -> None:
+    """JSON is complete and can be read back; the rich table has the text's words."""
+    diagnosis = diagnose(Watching(), batch())
+    read = json.loads(diagnosis.to_json())
+    assert isinstance(diagnosis, Diagnosis)
+    assert read["healthy"] is False
+    assert [finding["kind"] for finding in read["findings"]] == [finding.kind for finding in diagnosis.findings]
+    assert read["ranges"][0]["stock"] is not None
+    assert all(finding.title in str(diagnosis) for finding in diagnosis.findings)
+    console = pytest.importorskip("rich.console")
+    from nni_dataparallel.doctor.text import rich_table
+
+    shown = console.Console(width=200, record=True, file=io.StringIO())
+    shown.print(rich_table(diagnosis))
+    text = shown.export_text()
+    assert "attribute lost on the replicas" in text
+    assert diagnosis.verdict in text
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.calls = nn.Linear(5, 3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.fc(x)
+
+def faulty():
+    return Net(), torch.randn(8, 5)
+
+def healthy():
+    return nn.Linear(5, 3), torch.randn(8, 5)
+
+def loss(model, batch):
+    return model(batch).sum()
+
+def broken():
+    raise OSError("no such file: data")
+
+if __name__ == "__main__":
+    raise SystemExit("must not run")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "own_script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def test_the_command_line(script: str, tmp_path: Path) -> None:
+    """In a process of its own: status 1 and a table where something remains, a page where it was asked for."""
+    page = tmp_path / "sub" / "report.html"
+    call = [sys.executable, "-m", "nni_dataparallel", "doctor", f"{script}:faulty", "--html", str(page)]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stderr
+    assert "attribute lost on the replicas: calls" in done.stdout
+    assert f"Written: {page}" in done.stdout
+    assert done.stderr == ""
+    assert parsed(page.read_text(encoding="utf-8")).open == []
+
+
+def test_the_exit_status_and_json(script: str, capsys: pytest.CaptureFixture) -> None:
+    """0 where nothing remains; --json prints JSON and nothing else; the script's loss is used."""
+    assert command.main(["doctor", f"{script}:healthy", "--json", "--replicas", "3"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert (read["replicas"], read["findings"]) == (3, [])
+    assert command.main(["doctor", f"{script}:faulty", "--json"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "more", "text"),
+    [
+        ("{}", [], "does not name a function: script.py:make_model"),
+        ("nowhere.py:make", [], "there is no script 'nowhere.py'"),
+        ("{}:make", [], "has no function 'make'; it has Net, broken, faulty, healthy, loss"),
+        ("{}:broken", [], "broken() raised OSError: no such file: data"),
+        ("{}:faulty", ["--replicas", "1"], "there is nothing to compare"),
+        ("{}:faulty", ["--replicas", "9"], "9 replicas need at least 9 rows"),
+        ("{}:faulty", ["--html", os.devnull + "/report.html"], "cannot write"),
+    ],
+)
+def test_bad_arguments_are_told(script: str, target: str, more: List[str], text: str, capsys: pytest.CaptureFixture) -> None:
+    """Status 2 and one line; a traceback with --debug only."""
+    target = target.format(script)
+    assert command.main(["doctor", target, *more]) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
+    assert command.main(["doctor", target, *more, "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
