@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import inspect
 import io
 import json
@@ -239,6 +240,9 @@ def test_batches_and_losses_of_many_shapes() -> None:
     assert diagnose(lambda: {"model": Healthy(), "batch": x, "loss": lambda model, rows: model(rows).abs().sum()}).healthy
 
 
+KEPT = Healthy()
+
+
 def run_away() -> Any:
     raise KeyError("no data here")
 
@@ -260,6 +264,7 @@ built: List[int] = []
         ((Healthy,), DoctorError, "returned no batch to train on"),
         ((lambda: {"net": 1},), DoctorError, "a dict with net, which means nothing here"),
         ((lambda: (Healthy(), 1, 2),), DoctorError, "two values that may be the batch"),
+        ((lambda: (KEPT, batch()),), DoctorError, "returned the same model twice"),
         ((run_away,), DoctorError, r"run_away\(\) raised KeyError: 'no data here'"),
         ((lambda: (nn.Linear(5, 3 + len(built), bool(built.append(1))), batch()),), DoctorError, "is not the first one"),
     ],
@@ -309,6 +314,33 @@ class CountingNet(type(make_net(QAT[0])) if QAT else nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls = getattr(self, "calls", 0) + 1
         return super().forward(x)
+
+
+def test_a_loss_that_looks_into_the_model_is_told() -> None:
+    """It gets the DataParallel, which has not the model's attributes."""
+    loss = lambda model, rows: model(rows[0]).sum() + model.calls  # noqa: E731
+    (finding,) = diagnose(Healthy(), batch(), loss=loss).findings
+    assert (finding.kind, finding.code) == ("fails", "loss = lambda model, rows: model(rows[0]).sum() + model.calls  # noqa: E731")
+    assert "'DataParallel' object has no attribute 'calls'" in finding.seen
+    assert "model.module" in finding.remedy
+
+
+def test_a_weight_that_torch_computes_before_each_forward_is_no_state() -> None:
+    """Weight norm and spectral norm keep theirs as an attribute, a tensor with a graph."""
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        layers = nn.utils.weight_norm(nn.Linear(5, 4)), nn.utils.spectral_norm(nn.Linear(4, 3))
+        return nn.Sequential(*layers), batch()
+
+    assert diagnose(make).findings == []
+
+
+def test_the_docstrings_example_runs() -> None:
+    """As it stands in the documentation."""
+    from nni_dataparallel.doctor import examination
+
+    assert doctest.testmod(examination) == doctest.TestResults(0, 5)
 
 
 @needs_qat

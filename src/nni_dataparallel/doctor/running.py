@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections import abc
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -161,6 +161,7 @@ class Bench:
             batch = _mapped(batch, self._first_shard(rows_of(batch)))
         parallel = Watched(model, self._replicas, check) if kind == "replicas" else None
         outcome.before = state_of(model)
+        built_with = {key for key, _ in non_leaves(model)}
         _seed(seed)
         try:
             loss = _backward(subject.loss, model if parallel is None else parallel, batch, subject.optimizer)
@@ -170,11 +171,12 @@ class Bench:
             raise
         except Exception as error:
             fault = fault_of(error)
+            fault = fault._replace(text=fault.text.replace(f"'{Watched.__name__}' object", "'DataParallel' object"))
             if "virtual devices" in fault.text:
                 outcome.mixed = fault
             else:
                 outcome.fault = fault
-        outcome.after, outcome.hanging = state_of(model), _hanging(model)
+        outcome.after, outcome.hanging = state_of(model), _hanging(model, built_with)
         if parallel is not None:
             outcome.replicas, outcome.asked = parallel.states, parallel.asked
         if outcome.loss is not None and subject.optimizer is not None:
@@ -199,9 +201,9 @@ class Bench:
         return further
 
 
-def _hanging(model: nn.Module) -> List[Tuple[Key, str]]:
-    """What keeps the model from being copied; a model that knows how to copy itself is right."""
-    found = non_leaves(model)
+def _hanging(model: nn.Module, before: Set[Key]) -> List[Tuple[Key, str]]:
+    """What keeps the model from being copied since the step; a model that knows how to copy itself is right."""
+    found = [(key, graph) for key, graph in non_leaves(model) if key not in before]
     if found:
         try:
             copy.deepcopy(model)

@@ -63,9 +63,19 @@ def state_of(model: nn.Module, clone: bool = True) -> State:
         if is_of_nni(module):
             continue
         for name, value in module.__dict__.items():
-            if name not in _OF_TORCH and name not in _OF_OURS and not isinstance(value, nn.Module):
+            if (
+                name not in _OF_TORCH
+                and name not in _OF_OURS
+                and not isinstance(value, nn.Module)
+                and not _is_derived(module, name)
+            ):
                 state[Key(module_name, name, False)] = _frozen(value, clone)
     return state
+
+
+def _is_derived(module: nn.Module, name: str) -> bool:
+    """Whether a hook of torch's (weight norm, spectral norm, pruning) computes the attribute before each forward."""
+    return f"{name}_orig" in module._parameters or f"{name}_v" in module._parameters
 
 
 def _frozen(value: Any, clone: bool, depth: int = DEPTH) -> Any:
@@ -138,7 +148,7 @@ def non_leaves(model: nn.Module) -> List[Tuple[Key, str]]:
             holders += [(n, v, False) for n, v in module.__dict__.items() if n not in _OF_TORCH and n not in _OF_OURS]
         for name, value, is_buffer in holders:
             tensor = next(_hanging(value, DEPTH), None)
-            if tensor is not None:
+            if tensor is not None and not _is_derived(module, name):
                 found.append((Key(module_name, name, is_buffer), type(tensor.grad_fn).__name__))
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import abc
 from dataclasses import dataclass
 from typing import Any, Callable, List, Optional
@@ -37,6 +38,8 @@ class Subject:
 def from_function(make: Callable[[], Any], batch: Any = None, loss: Optional[Loss] = None) -> Callable[[], Subject]:
     """The builder that calls the user's function; ``batch`` and ``loss`` are for what it does not return."""
 
+    last: List[weakref.ref[Tensor]] = []
+
     def build() -> Subject:
         name = getattr(make, "__name__", "the function")
         try:
@@ -45,7 +48,12 @@ def from_function(make: Callable[[], Any], batch: Any = None, loss: Optional[Los
             raise
         except Exception as error:
             raise DoctorError(f"{name}() raised {type(error).__name__}: {_first_line(error)}") from error
-        return _subject(_parts(made, name, batch), name, loss)
+        parts = _parts(made, name, batch)
+        own = list(users_model(parts["model"]).parameters())
+        if {id(parameter) for parameter in own} & {id(reference()) for reference in last if reference() is not None}:
+            raise DoctorError(f"{name}() returned the same model twice, or one with the same layers: build it anew in the function")
+        last[:] = [weakref.ref(parameter) for parameter in own]
+        return _subject(parts, name, loss)
 
     return build
 

@@ -84,7 +84,8 @@ def rich_table(diagnosis: Diagnosis) -> Any:
         findings = diagnosis.of(status)
         if not findings:
             continue
-        table = Table(title=Text(title, style=f"bold {colors[status]}"), title_justify="left", expand=True, show_lines=True)
+        table = Table(title=Text(title, style=f"bold {colors[status]}"), title_justify="left", expand=True)
+        table.show_lines = status != "repaired"
         table.add_column("module", ratio=2, overflow="fold")
         table.add_column("what", ratio=4, overflow="fold")
         table.add_column("seen", ratio=5, overflow="fold")
