@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .diagnosis import Diagnosis, Finding
+from .diagnosis import Diagnosis
 from .examination import diagnose
+from .findings import Finding
 from .subject import DoctorError
 
 __all__ = ["Diagnosis", "DoctorError", "Finding", "diagnose"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import sys
 import traceback
@@ -47,18 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Examine, print, write; the exit status."""
     try:
-        make, loss = _load(options.target)
-        diagnosis = diagnose(make, replicas=options.replicas, loss=loss)
+        with contextlib.redirect_stdout(sys.stderr):  # what the script prints, once per build, is not the diagnosis
+            make, loss = _load(options.target)
+            diagnosis = diagnose(make, replicas=options.replicas, loss=loss)
+        _show(diagnosis, options.json)
         if options.html:
             _write(options.html, diagnosis.html())
+            print(f"Written: {options.html}", file=sys.stderr if options.json else sys.stdout)
     except Exception as error:
         if options.debug:
             traceback.print_exc()
         print(f"nni_dataparallel: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    _show(diagnosis, options.json)
-    if options.html and not options.json:
-        print(f"Written: {options.html}")
     return 0 if diagnosis.healthy else 1
 
 

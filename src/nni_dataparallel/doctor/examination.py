@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from .. import fixes
 from ..api import is_patched, patched, unpatch, unpatched
 from .comparing import Fault, Trial, faults_of, norm_faults
-from .diagnosis import Diagnosis, Finding, Range
+from .diagnosis import Diagnosis
+from .findings import Finding, Range
 from .remedies import KINDS, PATCH
 from .running import Bench, isolated, rows_of
 from .state import is_of_nni, own_names

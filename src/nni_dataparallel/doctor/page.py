@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Callable, List, Optional, Tuple
 
-from .diagnosis import Diagnosis, Finding, Range
+from .findings import Finding, Range, Results
 from .text import heading, titles
 
 __all__ = ["page"]
@@ -32,7 +32,7 @@ _RUNS = (
 _LEFT, _PLOT, _RIGHT, _BAR = 270, 560, 190, 14
 
 
-def page(diagnosis: Diagnosis) -> str:
+def page(diagnosis: Results) -> str:
     """The page's text; everything in it that is the user's is escaped."""
     mood = "good" if diagnosis.healthy else "bad"
     body = [f"<h1>DataParallel and {_text(diagnosis.model)}</h1>", f'<p class="what">{_text(heading(diagnosis))}</p>']
@@ -76,17 +76,17 @@ def _table(findings: List[Finding], with_remedy: bool) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def _runs(diagnosis: Diagnosis) -> List[Tuple[str, str, str]]:
+def _runs(diagnosis: Results) -> List[Tuple[str, str, str]]:
     return [run for run in _RUNS if run[0] != "patched" or diagnosis.with_patch]
 
 
-def _legend(diagnosis: Diagnosis) -> str:
+def _legend(diagnosis: Results) -> str:
     return (
         '<p class="legend">' + "".join(f'<span><i style="background: {c}"></i>{n}</span>' for _, n, c in _runs(diagnosis)) + "</p>"
     )
 
 
-def _drawing(diagnosis: Diagnosis) -> str:
+def _drawing(diagnosis: Results) -> str:
     """Bars from min to max: one group per range, one bar per run, each group on its own scale."""
     runs = _runs(diagnosis)
     height = len(runs) * _BAR + 22

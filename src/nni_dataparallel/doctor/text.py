@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any, Dict, List, Tuple
 
-from .diagnosis import Diagnosis, Finding
+from .findings import Finding, Results
 from .remedies import PATCH
 
 __all__ = ["heading", "plain_text", "rich_table", "shortened"]
@@ -16,13 +16,13 @@ TITLES = {"remains": "Remains with the patch", "repaired": f"Repaired by the pat
 ALONE = {**TITLES, "remains": "Found"}
 
 
-def heading(diagnosis: Diagnosis) -> str:
+def heading(diagnosis: Results) -> str:
     """What was examined, in a line."""
     nni = f"NNI {diagnosis.nni}" if diagnosis.nni else "no NNI"
     return f"{diagnosis.model} on {diagnosis.replicas} virtual devices, {nni}, torch {diagnosis.torch}"
 
 
-def losses(diagnosis: Diagnosis) -> str:
+def losses(diagnosis: Results) -> str:
     """The loss of each run, in a line."""
     return "; ".join(f"{run}: {'failed' if loss is None else f'{loss:.6g}'}" for run, loss in diagnosis.losses.items())
 
@@ -39,12 +39,12 @@ def shortened(findings: List[Finding]) -> List[Tuple[Finding, int]]:
     return shown
 
 
-def titles(diagnosis: Diagnosis) -> Dict[str, str]:
+def titles(diagnosis: Results) -> Dict[str, str]:
     """Status -> heading."""
     return TITLES if diagnosis.with_patch else ALONE
 
 
-def plain_text(diagnosis: Diagnosis) -> str:
+def plain_text(diagnosis: Results) -> str:
     """A diagnosis for a file, a pipe, or a terminal without ``rich``."""
     lines = [heading(diagnosis)]
     for status, title in titles(diagnosis).items():
@@ -72,7 +72,7 @@ def _wrapped(text: str, first: str, further: str) -> List[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=further, break_long_words=False)
 
 
-def rich_table(diagnosis: Diagnosis) -> Any:
+def rich_table(diagnosis: Results) -> Any:
     """A diagnosis as a ``rich`` renderable."""
     from rich.console import Group
     from rich.table import Table
