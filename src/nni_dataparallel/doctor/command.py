@@ -58,7 +58,9 @@ def main(options: argparse.Namespace) -> int:
     except Exception as error:
         if options.debug:
             traceback.print_exc()
-        print(f"nni_dataparallel: {' '.join(str(error).split())}", file=sys.stderr)
+        expected = isinstance(error, (DoctorError, TypeError, ValueError, RuntimeError))
+        text = str(error) if expected else f"{type(error).__name__}: {error} (--debug shows where)"
+        print(f"nni_dataparallel: {' '.join(text.split())}", file=sys.stderr)
         return 2
     return 0 if diagnosis.healthy else 1
 
