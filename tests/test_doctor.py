@@ -5,136 +5,40 @@ from __future__ import annotations
 import copy
 import doctest
 import inspect
-import io
-import json
-import os
-import subprocess
-import sys
-from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any, Callable, List
 
 import pytest
 import torch
 from cases import is_new
 from conftest import CASES, RELEASE
+from doctor_models import (
+    AsksForParameters,
+    Assigns,
+    AssignsAGraph,
+    Centres,
+    Collects,
+    Counts,
+    Draws,
+    Float32Only,
+    Healthy,
+    KeepsAnActivation,
+    MixesAGlobal,
+    MixesAnAttribute,
+    Moves,
+    Normalised,
+    OwnLoss,
+    Refuses,
+    UpdatesInPlace,
+    batch,
+    line_of,
+)
 from harness import data, freeze_norms, make_net, make_quantizer, stock_class
 from torch import Tensor, nn
 
-from nni_dataparallel import Diagnosis, DoctorError, api, diagnose, fixes, is_patched, patch
-from nni_dataparallel import __main__ as command
+from nni_dataparallel import DoctorError, api, diagnose, fixes, is_patched, patch
 
-CONSTANT = torch.arange(1.0, 4.0)
 pytestmark = pytest.mark.of_a_kind
 checked = pytest.mark.skipif(int(torch.__version__.split(".")[0]) < 2, reason="before torch 2.0 mixed devices are not found")
-
-
-class Healthy(nn.Module):
-    """A layer, a constant buffer, a constant attribute: nothing for the doctor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.fc = nn.Linear(5, 3)
-        self.register_buffer("seen", torch.zeros(1))
-        self.shift, self.sizes, self.calls, self.kept, self.hidden = CONSTANT.clone(), [5, 3], 0, [], None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x)
-
-
-class Moves(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x) + self.shift.to(x.device)
-
-
-class Counts(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.fc(x)
-
-
-class Assigns(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = torch.maximum(self.seen, x.detach().max())
-        return self.fc(x)
-
-
-class AssignsAGraph(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.fc(x)
-        self.seen = self.seen + y.mean()
-        return y
-
-
-class UpdatesInPlace(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.mul_(0.9).add_(0.1 * x.mean())
-        return self.fc(x)
-
-
-class MixesAnAttribute(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.fc(x)
-        return y + self.shift  # here
-
-
-class MixesAGlobal(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.fc(x)
-        return y * CONSTANT  # here
-
-
-class AsksForParameters(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        norm = sum(p.detach().norm() for p in self.parameters())  # here
-        return self.fc(x) + 0 * norm
-
-
-class KeepsAnActivation(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        self.hidden = x.detach() * 2
-        return self.fc(x)
-
-
-class Collects(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept.append(float(x.sum()))
-        return self.fc(x)
-
-
-class Refuses(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) < 8:
-            raise ValueError("eight rows, please")  # here
-        return self.fc(x)
-
-
-class Centres(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x - x.mean(0))
-
-
-class Float32Only(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x + torch.zeros(5, 5, dtype=torch.float32).mm(torch.ones(5, 1)).to(x.dtype).sum()) @ torch.eye(3)
-
-
-class Draws(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        noise = torch.randn_like(x)
-        self.seen.copy_(noise.max())
-        return self.fc(x + noise)
-
-
-def batch(rows: int = 8) -> Any:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(rows, 5, generator=generator), torch.randint(3, (rows,), generator=generator)
-
-
-def line_of(kind: type) -> int:
-    lines, first = inspect.getsourcelines(kind)
-    return first + next(i for i, line in enumerate(lines) if line.rstrip().endswith("# here"))
 
 
 @pytest.mark.parametrize("make", [Healthy, Moves, Float32Only], ids=lambda make: make.__name__)
@@ -179,18 +83,9 @@ def test_a_fault_is_found_and_no_other(make: Callable[[], nn.Module], expected: 
 def test_the_line_of_the_users_code_is_told(make: type) -> None:
     """File and line are where it happens, not where the model is called, nor where a worker raises again."""
     (finding,) = diagnose(make(), batch()).findings
-    assert finding.place == f"{__file__}:{line_of(make)}"
+    assert finding.place == f"{inspect.getsourcefile(make)}:{line_of(make)}"
     assert finding.code.endswith("# here")
     assert finding.place in diagnose(make(), batch()).table()
-
-
-class Normalised(Healthy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.drop = nn.BatchNorm1d(5), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.drop(self.norm(x)))
 
 
 def test_batch_norm_remains_with_its_remedy_and_hides_nothing() -> None:
@@ -229,11 +124,6 @@ def test_the_live_model_is_not_touched() -> None:
     assert torch.equal(torch.random.get_rng_state(), drawn)
 
 
-class OwnLoss(Healthy):
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        return {"loss": nn.functional.cross_entropy(self.fc(x), y).reshape(1)}
-
-
 def test_batches_and_losses_of_many_shapes() -> None:
     """Keywords with a loss of the model's own, an input alone, a target to regress to, a loss of the user's."""
     x, y = batch()
@@ -261,7 +151,7 @@ built: List[int] = []
         ((Healthy(), batch(1)), DoctorError, "the batch has 1 row, 2 replicas need at least 2 rows"),
         ((Healthy(), batch(), 1), ValueError, "with 1 replica there is nothing to compare"),
         ((Healthy(), batch(), "2"), TypeError, "replicas is a number, not str"),
-        ((Healthy(), (torch.ones(8, 4), torch.zeros(8).long())), DoctorError, r"fails on one device already: .*test_doctor.py:\d+"),
+        ((Healthy(), (torch.ones(8, 4), torch.zeros(8).long())), DoctorError, r"fails on one device already: .*doctor_models.py:\d+"),
         ((Healthy(), (torch.ones(8, 5), torch.ones(8))), DoctorError, "no loss fits the model's output"),
         ((lambda: 3,), DoctorError, "returned int, which does not begin with a model: return"),
         ((Healthy,), DoctorError, "returned no batch to train on"),
@@ -414,158 +304,3 @@ def test_an_evaluator_brings_optimizer_and_loss() -> None:
     assert diagnosis.healthy
     assert diagnosis.of("repaired")[0].kind == "mixed devices"
     assert set(steps) == {"Net", "Watched"}
-
-
-class Strict(HTMLParser):
-    """Tags of a page that are opened and closed in order; attributes that point elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: List[str] = []
-        self.seen: List[str] = []
-        self.outside: List[str] = []
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.seen.append(tag)
-        self.outside += [name for name, _ in attrs if name in ("src", "href", "xlink:href", "onclick")]
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: Any) -> None:
-        self.seen.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def parsed(page: str) -> Strict:
-    parser = Strict()
-    parser.feed(page)
-    parser.close()
-    return parser
-
-
-class Watching(Counts):
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_module("<script>alert('&')</script>", Counts())
-        self.register_buffer("tracked_min", torch.zeros(1))
-        self.register_buffer("tracked_max", torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.tracked_min, self.tracked_max = x.detach().min(), x.detach().max()
-        return super().forward(x) + self._modules["<script>alert('&')</script>"](x)
-
-
-def test_the_page_stands_alone_and_escapes() -> None:
-    """Well-formed, nothing from elsewhere, the user's names are text; ranges are drawn."""
-    page = diagnose(Watching(), batch()).html()
-    found = parsed(page)
-    assert found.open == []
-    assert found.outside == []
-    assert "script" not in found.seen
-    assert {"svg", "rect", "table", "style"} <= set(found.seen)
-    assert "&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;" in page
-    assert "http" not in page
-    assert "url(" not in page
-
-
-def test_json_and_text_say_the_same() -> None:
-    """JSON is complete and can be read back; the rich table has the text's words."""
-    diagnosis = diagnose(Watching(), batch())
-    read = json.loads(diagnosis.to_json())
-    assert isinstance(diagnosis, Diagnosis)
-    assert read["healthy"] is False
-    assert [finding["kind"] for finding in read["findings"]] == [finding.kind for finding in diagnosis.findings]
-    assert read["ranges"][0]["stock"] is not None
-    assert all(finding.title in str(diagnosis) for finding in diagnosis.findings)
-    console = pytest.importorskip("rich.console")
-    from nni_dataparallel.doctor.text import rich_table
-
-    shown = console.Console(width=200, record=True, file=io.StringIO())
-    shown.print(rich_table(diagnosis))
-    text = shown.export_text()
-    assert "attribute lost on the replicas" in text
-    assert diagnosis.verdict in text
-
-
-SCRIPT = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc, self.calls = nn.Linear(5, 3), 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.fc(x)
-
-def faulty():
-    print("building")
-    return Net(), torch.randn(8, 5)
-
-def healthy():
-    return nn.Linear(5, 3), torch.randn(8, 5)
-
-def loss(model, batch):
-    return model(batch).sum()
-
-def broken():
-    raise OSError("no such file: data")
-
-if __name__ == "__main__":
-    raise SystemExit("must not run")
-"""
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "own_script.py"
-    path.write_text(SCRIPT)
-    return str(path)
-
-
-def test_the_command_line(script: str, tmp_path: Path) -> None:
-    """In a process of its own: status 1 and a table where something remains, a page where it was asked for."""
-    page = tmp_path / "sub" / "report.html"
-    call = [sys.executable, "-m", "nni_dataparallel", "doctor", f"{script}:faulty", "--html", str(page)]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1, done.stderr
-    assert "attribute lost on the replicas: calls" in done.stdout
-    assert f"Written: {page}" in done.stdout
-    assert set(done.stderr.split()) == {"building"}
-    assert parsed(page.read_text(encoding="utf-8")).open == []
-
-
-def test_the_exit_status_and_json(script: str, capsys: pytest.CaptureFixture) -> None:
-    """0 where nothing remains; --json prints JSON and nothing else; the script's loss is used."""
-    assert command.main(["doctor", f"{script}:healthy", "--json", "--replicas", "3"]) == 0
-    read = json.loads(capsys.readouterr().out)
-    assert (read["replicas"], read["findings"]) == (3, [])
-    assert command.main(["doctor", f"{script}:faulty", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["healthy"] is False
-
-
-@pytest.mark.parametrize(
-    ("target", "more", "text"),
-    [
-        ("{}", [], "does not name a function: script.py:make_model"),
-        ("nowhere.py:make", [], "there is no script 'nowhere.py'"),
-        ("{}:make", [], "has no function 'make'; it has Net, broken, faulty, healthy, loss"),
-        ("{}:broken", [], "broken() raised OSError: no such file: data"),
-        ("{}:faulty", ["--replicas", "1"], "there is nothing to compare"),
-        ("{}:healthy", ["--replicas", "9"], "9 replicas need at least 9 rows"),
-        ("{}:healthy", ["--html", os.devnull + "/report.html"], "cannot write"),
-    ],
-)
-def test_bad_arguments_are_told(script: str, target: str, more: List[str], text: str, capsys: pytest.CaptureFixture) -> None:
-    """Status 2 and one line; a traceback with --debug only."""
-    target = target.format(script)
-    assert command.main(["doctor", target, *more]) == 2
-    error = capsys.readouterr().err
-    assert text in error
-    assert error.count("\n") == 1
-    assert command.main(["doctor", target, *more, "--debug"]) == 2
-    assert "Traceback" in capsys.readouterr().err
