@@ -151,7 +151,11 @@ built: List[int] = []
         ((Healthy(), batch(1)), DoctorError, "the batch has 1 row, 2 replicas need at least 2 rows"),
         ((Healthy(), batch(), 1), ValueError, "with 1 replica there is nothing to compare"),
         ((Healthy(), batch(), "2"), TypeError, "replicas is a number, not str"),
-        ((Healthy(), (torch.ones(8, 4), torch.zeros(8).long())), DoctorError, r"fails on one device already: .*doctor_models.py:\d+"),
+        (
+            (Healthy(), (torch.ones(8, 4), torch.zeros(8).long())),
+            DoctorError,
+            r"fails on one device already: .*doctor_models.py:\d+",
+        ),
         ((Healthy(), (torch.ones(8, 5), torch.ones(8))), DoctorError, "no loss fits the model's output"),
         ((lambda: 3,), DoctorError, "returned int, which does not begin with a model: return"),
         ((Healthy,), DoctorError, "returned no batch to train on"),
