@@ -22,6 +22,7 @@ FLOORS: List[Set[str]] = [
     {"nni2", "nni3"},
     {"fixes", "checkpoints"},
     {"api", "subclasses"},
+    {"doctor"},
     {"auto", "__init__"},
     {"demo"},
     {"__main__"},

@@ -125,6 +125,25 @@ def test_host_tensors_and_copies_may_mix() -> None:
     rehearse(Legal(), 3)(torch.ones(6, 1))
 
 
+@pytest.mark.skipif(not hasattr(torch, "compile"), reason="before 2.0 nothing is checked")
+@pytest.mark.parametrize("move", [lambda t, x: t.to(x.device), lambda t, x: t.type_as(x), lambda t, x: t.to(x)])
+def test_moving_a_tensor_to_where_another_one_is_copies_it(move: Any) -> None:
+    """All is on the CPU already, so torch itself would return the same tensor; only a change of dtype moves nothing."""
+
+    class Moving(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + move(home, x)
+
+    with virtual_devices(2) as devices:
+        model = nn.DataParallel(Moving())
+        home = torch.ones(3)
+        devices.claim(home, 0)
+        assert torch.equal(model(torch.zeros(4, 3)), torch.ones(4, 3))
+        move = lambda t, x: t.to(torch.float32)  # noqa: E731
+        with pytest.raises(RuntimeError, match="found at least two virtual devices"):
+            model(torch.zeros(4, 3))
+
+
 def test_worker_exceptions_reach_the_caller() -> None:
     """The original exception, with torch's note on the replica."""
 

@@ -19,6 +19,8 @@ from .ranks import merged_over
 from .rehearsal import rehearse
 
 if TYPE_CHECKING:
+    from .doctor import Diagnosis, DoctorError, diagnose
+
     BNNQuantizer: Any
     DoReFaQuantizer: Any
     LsqPlusQuantizer: Any
@@ -33,9 +35,12 @@ __version__ = "0.1.0"
 
 # Without the quantizers, which depend on the installed NNI: `import *` would fail for those it does not ship.
 __all__ = [
+    "Diagnosis",
+    "DoctorError",
     "PatchError",
     "PatchWarning",
     "UnsupportedReleaseError",
+    "diagnose",
     "is_patched",
     "load_quantizer_state_dict",
     "merged_over",
@@ -49,6 +54,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("Diagnosis", "DoctorError", "diagnose"):
+        from . import doctor
+
+        return getattr(doctor, name)
     if name in QUANTIZERS:
         from .subclasses import quantizer
 

@@ -1,4 +1,4 @@
-"""``python -m nni_dataparallel``: run a script with NNI repaired, show the status, see the demo."""
+"""``python -m nni_dataparallel``: run a script with NNI repaired, show the status, examine a model, see the demo."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import List, Optional
 
 from . import __version__, patching
+from .doctor import command as doctor
 from .fixes import UnsupportedReleaseError, installed_release, rows_for
 
 
@@ -20,6 +21,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("script", help="path of the script")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     commands.add_parser("status", help="list the fixes for the installed NNI and whether they fit")
+    doctor.add_arguments(commands.add_parser("doctor", help="what DataParallel does to your model, and what of it is repaired"))
     demo = commands.add_parser("demo", help="train on digits with and without the fixes, print a table, draw a picture")
     demo.add_argument("--replicas", type=int, default=4, help="virtual devices where there are no two GPUs (default 4)")
     demo.add_argument("--epochs", type=int, default=3, help="passes over the 1437 training images (default 3)")
@@ -81,6 +83,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     options = _parser().parse_args(argv)
     if options.command == "run":
         return _run(options.script, options.arguments)
+    if options.command == "doctor":
+        return doctor.main(options)
     try:
         if options.command == "status":
             return _status()

@@ -13,7 +13,7 @@ from wrapt import register_post_import_hook
 
 from . import fixes, patching, replicas
 
-__all__ = ["arm", "is_patched", "patch", "patch_map", "patched", "unpatch"]
+__all__ = ["arm", "is_patched", "patch", "patch_map", "patched", "unpatch", "unpatched"]
 
 HOLDER = "patch"
 VARIABLE = "NNI_DATAPARALLEL_STATISTICS"
@@ -132,6 +132,21 @@ def patched(statistics: Optional[str] = None) -> Iterator[None]:
         yield
     finally:
         if not before:
+            unpatch()
+        replicas.merge_statistics(mode)
+
+
+@contextlib.contextmanager
+def unpatched() -> Iterator[None]:
+    """``with unpatched():`` has stock NNI inside the block; a patch that was there before, or armed, comes back."""
+    before, mode = _armed, replicas.merged_statistics()
+    unpatch()
+    try:
+        yield
+    finally:
+        if before:
+            arm()
+        else:
             unpatch()
         replicas.merge_statistics(mode)
 

@@ -7,6 +7,7 @@ operands of every operation.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 try:
     from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 except ImportError:  # torch < 1.13
     TorchDispatchMode = None  # type: ignore[assignment,misc]
@@ -60,9 +62,11 @@ class Ownership:
     def _forget_dead(self) -> None:
         self._owners = {key: entry for key, entry in self._owners.items() if not entry[0].expired()}
 
-    def mode(self) -> Any:
-        """A context manager that checks the operations of the thread that enters it."""
-        return _Mode(self)
+    @contextlib.contextmanager
+    def mode(self, device: int) -> Iterator[None]:
+        """A context manager that checks the operations of the thread that enters it, which works on ``device``."""
+        with _Moves(self, device), _Mode(self):
+            yield
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
@@ -76,7 +80,29 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
+def _names_a_device(arguments: Tuple[Any, ...]) -> bool:
+    return any(isinstance(argument, (torch.device, str, Tensor)) for argument in arguments)
+
+
 if TorchDispatchMode is not None:
+
+    class _Moves(TorchFunctionMode):  # type: ignore[misc]
+        """``x.to(y.device)``, which finds ``x`` on the CPU already, makes the copy that it would make on GPUs."""
+
+        def __init__(self, ownership: Ownership, device: int) -> None:
+            super().__init__()
+            self._ownership, self._device = ownership, device
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is Tensor.type_as or (func is Tensor.to and _names_a_device((*args[1:], *(kwargs or {}).values()))):
+                owner = self._ownership.owner(result)
+                if owner is not None and owner != self._device:
+                    result = result.clone()
+                    self._ownership.claim(result, self._device)
+            return result
 
     class _Mode(TorchDispatchMode):  # type: ignore[misc]
         def __init__(self, ownership: Ownership) -> None:
@@ -106,4 +132,5 @@ if TorchDispatchMode is not None:
             return result
 
 else:
+    _Moves: Callable[..., Any] = None  # type: ignore[no-redef,assignment]
     _Mode: Callable[..., Any] = None  # type: ignore[no-redef,assignment]

@@ -135,12 +135,12 @@ def _broadcaster(stock: Callable[..., Any]) -> Callable[..., Any]:
 class _Stream:
     """A stream of a virtual device; entering it in a worker starts the ownership check there."""
 
-    def __init__(self, ownership: Optional[Ownership]) -> None:
-        self._ownership = ownership
+    def __init__(self, ownership: Optional[Ownership], device: int) -> None:
+        self._ownership, self._device = ownership, device
 
     def __enter__(self) -> None:
         if self._ownership is not None:
-            self._mode = self._ownership.mode()
+            self._mode = self._ownership.mode(self._device)
             self._mode.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -158,7 +158,9 @@ class _Devices:
         return getattr(self._stock, name)
 
     def current_stream(self, device: Any = None) -> Any:
-        return _Stream(_active.ownership) if isinstance(device, VirtualDevice) else self._stock.current_stream(device)
+        if isinstance(device, VirtualDevice):
+            return _Stream(_active.ownership, device)
+        return self._stock.current_stream(device)
 
     def stream(self, stream: Any) -> Any:
         return stream if isinstance(stream, _Stream) else self._stock.stream(stream)
@@ -247,6 +249,11 @@ class virtual_devices:
             raise ValueError(f"there must be at least one virtual device, not {count}")
         self._count = count
         self._ownership = Ownership.create() if check else None
+
+    def claim(self, tensor: Tensor, device: int) -> None:
+        """Let ``tensor``, which nobody copies to a device, live on virtual device ``device``."""
+        if self._ownership is not None:
+            self._ownership.claim(tensor, device)
 
     def __enter__(self) -> virtual_devices:
         global _open
