@@ -1,24 +1,27 @@
 """NNI's compressors under ``torch.nn.DataParallel``: the same numbers as on one device.
 
-Three ways in, see the README:
+Ways in, see the README:
 
 * ``import nni_dataparallel.auto``: stock NNI is repaired in place;
 * ``from nni_dataparallel import QAT_Quantizer``: a repaired subclass, stock NNI untouched;
-* ``python -m nni_dataparallel run train.py``: no line of the script changes.
+* ``python -m nni_dataparallel run train.py``, or ``NNI_DATAPARALLEL=1`` in the environment: no line of the script changes.
+
+The names below are loaded when they are asked for: interpreters start with this file, long before torch is wanted.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, List
-
-from .api import is_patched, patch, patch_map, patched, unpatch
-from .checkpoints import load_quantizer_state_dict, quantizer_state_dict
-from .fixes import QUANTIZERS, UnsupportedReleaseError
-from .patching import PatchError, PatchWarning
-from .ranks import merged_over
-from .rehearsal import rehearse
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any, List
+
+    from .api import is_patched, patch, patch_map, patched, unpatch
+    from .checkpoints import load_quantizer_state_dict, quantizer_state_dict
+    from .notices import NNIDataParallelRuntimeWarning, NNIDataParallelWarning, PatchError, PatchWarning
+    from .ranks import merged_over
+    from .rehearsal import rehearse
+    from .releases import UnsupportedReleaseError
+
     BNNQuantizer: Any
     DoReFaQuantizer: Any
     LsqPlusQuantizer: Any
@@ -33,6 +36,8 @@ __version__ = "0.1.0"
 
 # Without the quantizers, which depend on the installed NNI: `import *` would fail for those it does not ship.
 __all__ = [
+    "NNIDataParallelRuntimeWarning",
+    "NNIDataParallelWarning",
     "PatchError",
     "PatchWarning",
     "UnsupportedReleaseError",
@@ -47,12 +52,32 @@ __all__ = [
     "unpatch",
 ]
 
+_HOMES = {
+    "api": ("is_patched", "patch", "patch_map", "patched", "unpatch"),
+    "checkpoints": ("load_quantizer_state_dict", "quantizer_state_dict"),
+    "notices": ("NNIDataParallelRuntimeWarning", "NNIDataParallelWarning", "PatchError", "PatchWarning"),
+    "ranks": ("merged_over",),
+    "rehearsal": ("rehearse",),
+    "releases": ("UnsupportedReleaseError",),
+}
+"""Module -> the public names in it."""
+
 
 def __getattr__(name: str) -> Any:
-    if name in QUANTIZERS:
-        from .subclasses import quantizer
+    from importlib import import_module
 
-        return quantizer(name)
+    for module, names in _HOMES.items():
+        if name in names:
+            value = getattr(import_module(f"{__name__}.{module}"), name)
+            globals()[name] = value
+            return value
+    if name.endswith("Quantizer"):  # asked before importing: what is no name of ours must not cost torch
+        from .fixes import QUANTIZERS
+
+        if name in QUANTIZERS:
+            from .subclasses import quantizer
+
+            return quantizer(name)
     if name.endswith(("Pruner", "Distiller")):
         # ImportError, since `from ... import` replaces the text of an AttributeError.
         raise ImportError(
@@ -63,4 +88,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> List[str]:
+    from .fixes import QUANTIZERS
+
     return sorted([*__all__, *QUANTIZERS])

@@ -13,21 +13,14 @@ import importlib
 import inspect
 import sys
 import threading
-import warnings
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
 
 from packaging.specifiers import SpecifierSet
 
-__all__ = ["Fix", "PatchError", "PatchWarning", "check", "install", "is_live", "uninstall"]
+from .notices import PatchError, PatchWarning, warn
 
-
-class PatchError(RuntimeError):
-    """A fix cannot be installed; nothing was changed."""
-
-
-class PatchWarning(UserWarning):
-    """A fix was skipped, or could not be taken back."""
+__all__ = ["Fix", "PatchError", "PatchWarning", "check", "install", "is_live", "uninstall", "was_replaced"]
 
 
 @dataclass(frozen=True)
@@ -194,11 +187,10 @@ def uninstall(fix: Fix, holder: str) -> None:
         del _installed[fix.target]
         if vars(entry.owner).get(entry.attribute) is not entry.placed:
             # Somebody patched over us: putting the stock callable back would undo their work.
-            warnings.warn(
+            warn(
                 f"{fix.target} was replaced by other code after nni_dataparallel patched it; "
                 "left as it is. Undo the other patch first, then call unpatch().",
                 PatchWarning,
-                stacklevel=3,
             )
         elif entry.stock is _INHERITED:
             delattr(entry.owner, entry.attribute)
@@ -210,6 +202,11 @@ def is_live(fix: Fix) -> bool:
     """Whether the attribute that callers reach right now is this fix (read, not remembered)."""
     entry = _installed.get(fix.target)
     return entry is not None and vars(entry.owner).get(entry.attribute) is entry.placed
+
+
+def was_replaced(fix: Fix) -> bool:
+    """Whether ``fix`` was installed, and other code put something else in its place."""
+    return fix.target in _installed and not is_live(fix)
 
 
 def require(fixes: Iterable[Fix]) -> None:
