@@ -23,7 +23,7 @@ FLOORS: List[Set[str]] = [
     {"nni2", "nni3"},
     {"fixes", "checkpoints"},
     {"api", "subclasses"},
-    {"startup", "status"},
+    {"overview", "startup"},
     {"auto", "__init__"},
     {"demo"},
     {"cli"},

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .api import is_patched, patch, patch_map, patched, unpatch
     from .checkpoints import load_quantizer_state_dict, quantizer_state_dict
     from .notices import NNIDataParallelRuntimeWarning, NNIDataParallelWarning, PatchError, PatchWarning
+    from .overview import status
     from .ranks import merged_over
     from .rehearsal import rehearse
     from .releases import UnsupportedReleaseError
@@ -49,6 +50,7 @@ __all__ = [
     "patched",
     "quantizer_state_dict",
     "rehearse",
+    "status",
     "unpatch",
 ]
 
@@ -56,6 +58,7 @@ _HOMES = {
     "api": ("is_patched", "patch", "patch_map", "patched", "unpatch"),
     "checkpoints": ("load_quantizer_state_dict", "quantizer_state_dict"),
     "notices": ("NNIDataParallelRuntimeWarning", "NNIDataParallelWarning", "PatchError", "PatchWarning"),
+    "overview": ("status",),
     "ranks": ("merged_over",),
     "rehearsal": ("rehearse",),
     "releases": ("UnsupportedReleaseError",),

@@ -13,7 +13,7 @@ from wrapt import register_post_import_hook
 from . import environment, fixes, hook, patching, replicas
 from .notices import PatchWarning, warn
 
-__all__ = ["arm", "is_armed", "is_patched", "patch", "patch_map", "patched", "skipped", "unpatch"]
+__all__ = ["arm", "is_armed", "is_patched", "is_waiting", "patch", "patch_map", "patched", "skipped", "unpatch"]
 
 HOLDER = "patch"
 logger = logging.getLogger("nni_dataparallel")
@@ -162,6 +162,11 @@ def patched(statistics: Optional[str] = None) -> Iterator[None]:
 def is_armed() -> bool:
     """Whether what of NNI is imported from now on will be patched."""
     return _armed or hook.waiting()
+
+
+def is_waiting() -> bool:
+    """Whether nothing is patched until NNI's compressors are imported."""
+    return hook.waiting()
 
 
 def skipped() -> Dict[str, str]:
