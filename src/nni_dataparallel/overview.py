@@ -56,8 +56,6 @@ def status(every: bool = False) -> Dict[str, Any]:
             upstream issue, or None). The states are "applied", "not applied", "skipped" (does not fit what is installed),
             "waiting for import", "not needed in this release".
     """
-    from . import __version__
-
     release, problem = _release()
     listed = [_described(fix, release) for fix in fixes.FIXES] if problem is None else []
     counts = dict.fromkeys((APPLIED, NOT_APPLIED, SKIPPED, WAITING, NOT_NEEDED), 0)
@@ -65,7 +63,7 @@ def status(every: bool = False) -> Dict[str, Any]:
         counts[fix["state"]] += 1
     return {
         "schema": SCHEMA,
-        "nni_dataparallel": __version__,
+        "nni_dataparallel": sys.modules["nni_dataparallel"].__version__,
         "nni": {"version": release, "problem": problem},
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -14,6 +14,7 @@ __all__ = ["COMPRESSORS", "at_interpreter_start", "start"]
 
 COMPRESSORS = frozenset({"nni.compression", "nni.algorithms.compression"})
 """Packages that hold every NNI module with a fix."""
+_told = False
 
 
 def start() -> bool:
@@ -43,14 +44,17 @@ def start() -> bool:
 def at_interpreter_start() -> None:
     """What ``nni_dataparallel.pth`` calls where NNI_DATAPARALLEL is set.
 
-    An error here would be shown by every interpreter: a line says what is wrong, NNI stays stock.
+    An error here would be shown by every interpreter: a line says what is wrong, NNI stays stock. In a virtual environment
+    Python reads its ``.pth`` files twice.
     """
+    global _told
     try:
         environment.statistics()
         if environment.enabled() and not environment.disabled():
             hook.watch(COMPRESSORS, _arm)
     except ValueError as error:
-        if sys.stderr is not None:
+        if sys.stderr is not None and not _told:
+            _told = True
             sys.stderr.write(f"nni_dataparallel: {error}; NNI stays as it is\n")
 
 

@@ -27,9 +27,9 @@ def run_file(path: str, arguments: List[str]) -> None:
     """``python path arguments``; a folder or zip file with a ``__main__.py`` as well."""
     if not os.path.exists(path):
         raise CommandError(f"there is no script {path!r}")
-    entry = importlib.machinery.PathFinder.find_spec("__main__", [path])  # None for a file that is no archive
+    entry = importlib.machinery.PathFinder.find_spec("__main__", [_absolute(path)])  # None for a file that is no archive
     if entry is not None:
-        _start([path, *arguments], path)
+        _start([path, *arguments], _absolute(path))
         _execute(lambda: _program_of_spec(entry, "__main__"))
         return
     if not os.path.isfile(path):
@@ -53,13 +53,18 @@ def run_code(code: str, arguments: List[str]) -> None:
 def run_stdin(arguments: List[str]) -> None:
     """``python - arguments``: the script comes from standard input."""
     _start(["-", *arguments], "")
-    _execute(lambda: _program_of_text(sys.stdin.read(), "<stdin>"))
+    _execute(lambda: _program_of_text(sys.stdin.read(), "<stdin>", __file__="<stdin>", __cached__=None))
 
 
 def _start(argv: List[str], first: str) -> None:
     sys.argv = argv
     if not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated):  # then Python has put nothing there
         sys.path[0] = first  # in place of ours: the current folder, or the one of the console script
+
+
+def _absolute(path: str) -> str:
+    """As Python puts it: dots stay in it."""
+    return os.path.abspath(path) if os.name == "nt" else os.path.join(os.getcwd(), path)
 
 
 def _main(**attributes: Any) -> ModuleType:
@@ -71,7 +76,7 @@ def _main(**attributes: Any) -> ModuleType:
 
 
 def _program_of_file(path: str) -> Program:
-    filename = os.path.abspath(path) if sys.version_info >= (3, 9) else path
+    filename = _absolute(path) if sys.version_info >= (3, 9) else path
     loader: Any
     if filename.endswith(".pyc"):
         loader = importlib.machinery.SourcelessFileLoader("__main__", filename)
@@ -82,8 +87,9 @@ def _program_of_file(path: str) -> Program:
     return code, _main(__file__=filename, __loader__=loader, __cached__=None)
 
 
-def _program_of_text(text: str, filename: str) -> Program:
-    return compile(text, filename, "exec", dont_inherit=True), _main(__loader__=importlib.machinery.BuiltinImporter)
+def _program_of_text(text: str, filename: str, **attributes: Any) -> Program:
+    code = compile(text, filename, "exec", dont_inherit=True)
+    return code, _main(__loader__=importlib.machinery.BuiltinImporter, **attributes)
 
 
 def _program_of_module(name: str) -> Program:
