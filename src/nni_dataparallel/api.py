@@ -57,11 +57,11 @@ def arm() -> None:
 def _announce(rows: List[patching.Fix]) -> None:
     """One line in the log when everything that does not wait for a script's own import is in place."""
     global _announced
-    placed = [row for row in rows if patching.is_live(row)]
-    if _announced or not all(row in placed or row.on_import or row.target in _skipped for row in rows):
+    if _announced or not all(row.on_import or patching.is_live(row) or row.target in _skipped for row in rows):
         return
     _announced = True
-    logger.info("NNI %s patched: %d fixes, %s statistics", fixes.installed_release(), len(placed), replicas.merged_statistics())
+    count = sum(patching.is_live(row) for row in rows)
+    logger.info("NNI %s patched: %d fixes, %s statistics", fixes.installed_release(), count, replicas.merged_statistics())
 
 
 def _wait_for_import(row: patching.Fix) -> None:

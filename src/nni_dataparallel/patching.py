@@ -23,6 +23,12 @@ from .notices import PatchError, PatchWarning, warn
 __all__ = ["Fix", "PatchError", "PatchWarning", "check", "install", "is_live", "uninstall", "was_replaced"]
 
 
+@functools.lru_cache(maxsize=None)
+def _within(releases: str, release: str) -> bool:
+    """Many rows are for the same releases, and comparing versions takes its time."""
+    return SpecifierSet(releases).contains(release, prereleases=True)
+
+
 @dataclass(frozen=True)
 class Fix:
     """One row of the fix table.
@@ -64,7 +70,7 @@ class Fix:
 
     def fits(self, release: str) -> bool:
         """Whether the row is for this NNI release (pre-releases count)."""
-        return SpecifierSet(self.releases).contains(release, prereleases=True)
+        return _within(self.releases, release)
 
     @property
     def module(self) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from importlib import metadata, util
-from typing import Tuple
+from importlib import util
+from typing import Optional, Tuple
 
 from .notices import PatchError
 
-__all__ = ["RELEASES", "UnsupportedReleaseError", "installed_release", "require_known"]
+__all__ = ["RELEASES", "UnsupportedReleaseError", "installed_release", "require_known", "require_present"]
 
 RELEASES: Tuple[str, ...] = (
     "1.4", "1.5", "1.6", "1.7", "1.7.1", "1.8", "1.9",
@@ -30,9 +30,31 @@ def installed_release() -> str:
     UnsupportedReleaseError
         When NNI is not installed.
     """
-    loaded = getattr(sys.modules.get("nni"), "__version__", None)
+    loaded = _loaded()
     if loaded is not None:
-        return str(loaded)
+        return loaded
+    require_present()
+    from importlib import metadata  # half of what the start of `run` would take
+
+    try:
+        return metadata.version("nni")
+    except metadata.PackageNotFoundError:
+        import nni
+
+        return str(nni.__version__)
+
+
+def _loaded() -> Optional[str]:
+    version = getattr(sys.modules.get("nni"), "__version__", None)
+    return None if version is None else str(version)
+
+
+def require_present() -> None:
+    """Raise :class:`UnsupportedReleaseError` where NNI is missing; where it is loaded, also if its release is unknown."""
+    loaded = _loaded()
+    if loaded is not None:
+        require_known(loaded)
+        return
     try:
         missing = util.find_spec("nni") is None
     except ValueError:  # a stub without a spec stands in sys.modules
@@ -42,12 +64,6 @@ def installed_release() -> str:
             "NNI is not installed in this environment. Install the release your script was written for, "
             "for example: pip install nni==2.10.1"
         )
-    try:
-        return metadata.version("nni")
-    except metadata.PackageNotFoundError:
-        import nni
-
-        return str(nni.__version__)
 
 
 def require_known(release: str) -> None:

@@ -33,7 +33,7 @@ def start() -> bool:
     if environment.disabled():
         return False
     try:
-        releases.require_known(releases.installed_release())
+        releases.require_present()
     except releases.UnsupportedReleaseError as error:
         notices.warn(str(error), notices.PatchWarning)
         return True
