@@ -1,7 +1,8 @@
 """The commands and the command line around them.
 
 A command is a row: its name, the module with ``add_arguments(parser)`` and ``main(options) -> exit status``, a line of
-help, examples. Its module is imported when it is called, so ``--help`` is there at once.
+help, examples. Its module is imported when it is called, so ``--help`` is there at once. A :class:`CommandError` ends it
+with one line. Every command has ``options.quiet`` and ``options.debug``.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def _parser(name: Optional[str], module: Any) -> argparse.ArgumentParser:
             description=f"{command.help[0].upper()}{command.help[1:]}.",
             epilog=_epilog(prog, command.examples),
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            conflict_handler="resolve",  # a command may have a --debug of its own
         )
         if known == name:
             module.add_arguments(own)
