@@ -15,7 +15,7 @@ from interpreters import last_line, python
 import nni_dataparallel
 from nni_dataparallel import api, environment, fixes, hook, notices, startup
 
-HOOK = Path(nni_dataparallel.__file__).with_name("nni_dataparallel.pth")
+HOOK = Path(__file__).parent.parent / "src" / "nni_dataparallel" / "nni_dataparallel.pth"  # a wheel has it elsewhere
 SHOW = f"import sys, {fixes.home_of(RELEASE)}; import nni_dataparallel; print(nni_dataparallel.is_patched())"
 PLAIN = "import sys; print([name for name in sys.modules if name.partition('.')[0] in ('torch', 'nni', 'wrapt', 'packaging')])"
 

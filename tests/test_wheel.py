@@ -66,7 +66,7 @@ def build(kind: str, folder: Path) -> Path:
 def environment(folder: Path, wheel: Path) -> Environment:
     """Install ``wheel`` into a fresh environment."""
     venv.create(folder, with_pip=False, symlinks=not WINDOWS)
-    scheme = "venv" if "venv" in sysconfig.get_scheme_names() else os.name  # the former from 3.11 on
+    scheme = "nt" if WINDOWS else "posix_prefix"
     purelib, scripts = (
         Path(sysconfig.get_path(name, scheme, {"base": folder, "platbase": folder})) for name in ("purelib", "scripts")
     )

@@ -64,6 +64,8 @@ def _start(argv: List[str], first: str) -> None:
 
 def _absolute(path: str) -> str:
     """As Python puts it: dots stay in it."""
+    if sys.version_info < (3, 9):
+        return path
     return os.path.abspath(path) if os.name == "nt" else os.path.join(os.getcwd(), path)
 
 
@@ -76,7 +78,7 @@ def _main(**attributes: Any) -> ModuleType:
 
 
 def _program_of_file(path: str) -> Program:
-    filename = _absolute(path) if sys.version_info >= (3, 9) else path
+    filename = _absolute(path)
     loader: Any
     if filename.endswith(".pyc"):
         loader = importlib.machinery.SourcelessFileLoader("__main__", filename)
