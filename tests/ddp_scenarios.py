@@ -191,7 +191,7 @@ def joined(folder: Path) -> Dict[str, Any]:
             nn.functional.cross_entropy(model(x), target).backward()
             optimizer.step()
             steps += 1
-    told = [str(w.message) for w in caught if w.category is RuntimeWarning and "join()" in str(w.message)]
+    told = [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning) and "join()" in str(w.message)]
     return {"steps": steps, "told": told}
 
 

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Dict, List, Tuple
 
 from cases import is_new
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
 
 from nni_dataparallel.fixes import RELEASES, covered_releases
 
@@ -34,6 +36,7 @@ FIRST_OF_THEIR_KIND = ("1.4", "1.5", "1.9", "2.0", "2.2", "2.3", "2.4")
 # NNI 3.0 is driven by an evaluator; its wrapper, pruners and distillers have tests of their own.
 NEW_FILES = [
     *("equivalence", "patching", "quantizers", "resume", "gradient", "numbers", "placement", "shapes_of_use", "ways_in"),
+    *("startup", "status"),
     *("nni3_wrapper", "nni3_edges", "nni3_calibration", "nni3_pruners", "nni3_distillers", "nni3_hidden_states"),
     *("nni3_construction", "nni3_evaluators", "examples", "ddp", "ddp_options", "ddp_pruners", "local_statistics"),
 ]
@@ -64,7 +67,8 @@ def test(release: str, cache: Path) -> Tuple[str, int, Path]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
     first = is_new(release) or release in FIRST_OF_THEIR_KIND
     names = FILES + (KIND_FILES if first else [])
-    names += [name for name, releases in (("ways_in", WAYS_IN), ("pruners", PRUNERS)) if release in releases]
+    few = (("ways_in", WAYS_IN), ("startup", WAYS_IN), ("status", WAYS_IN), ("pruners", PRUNERS))
+    names += [name for name, releases in few if release in releases]
     if is_new(release):
         names = NEW_FILES
     files = [str(TESTS / f"test_{name}.py") for name in names]
@@ -193,8 +197,10 @@ def main() -> int:
         install(release, cache)
     # The longest first, or one core waits for the other in the end.
     fresh.sort(key=lambda release: 2 * is_new(release) + (release in FIRST_OF_THEIR_KIND), reverse=True)
-    with ThreadPoolExecutor(options.jobs) as pool:
-        results = list(pool.map(lambda release: test(release, cache), fresh))
+    console = Console(stderr=True)
+    bar = Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console, disable=not console.is_terminal)
+    with bar, ThreadPoolExecutor(options.jobs) as pool:
+        results = list(bar.track(pool.map(lambda release: test(release, cache), fresh), len(fresh), description="releases"))
     reports = {release: cache / f"{release}.xml" for release in releases}
     tables = {
         (BEGIN, END): table(reports),

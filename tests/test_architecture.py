@@ -14,7 +14,8 @@ from nni_dataparallel import fixes
 PACKAGE = Path(nni_dataparallel.__file__).parent
 # From the ground up. A file imports from floors below its own, or earlier on its own floor.
 FLOORS: List[Set[str]] = [
-    {"given", "patching", "statistics", "ownership", "rendezvous"},
+    {"environment", "hook", "notices"},
+    {"given", "patching", "releases", "statistics", "ownership", "rendezvous"},
     {"group", "ranks", "virtual"},
     {"worker"},
     {"replicas"},
@@ -23,8 +24,10 @@ FLOORS: List[Set[str]] = [
     {"fixes", "checkpoints"},
     {"api", "subclasses"},
     {"doctor"},
+    {"overview", "startup"},
     {"auto", "__init__"},
     {"demo"},
+    {"cli"},
     {"__main__"},
 ]
 FLOOR_OF: Dict[str, int] = {name: level for level, names in enumerate(FLOORS) for name in names}

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any, List
+from typing import Any
 
 import pytest
 import torch
 from cases import cases_for
 from conftest import IS_MODERN, IS_NEW, RELEASE
 from harness import QAT, data, differences, reference, replicated, start_training, step, stock_class, train, wrappers
+from interpreters import last_line, python
 from torch import nn
 
 import nni_dataparallel
@@ -33,20 +32,6 @@ assert nni_dataparallel.is_patched(), nni_dataparallel.patch_map()
 assert hasattr({QAT}.{METHOD}, '__nni_dataparallel__')
 print('patched')
 """
-
-
-def python(*lines: str, path: Any = None, arguments: List[str] = ()) -> subprocess.CompletedProcess:
-    """A fresh interpreter that sees what this one sees."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path or []), *(p for p in sys.path if p)])}
-    code = ["-c", textwrap.dedent("\n".join(lines))] if lines else []
-    return subprocess.run(
-        [sys.executable, *code, *arguments], capture_output=True, text=True, env=environment, timeout=300, check=False
-    )
-
-
-def last_line(result: subprocess.CompletedProcess) -> str:
-    """What the script printed; 2.7 and 2.8 print lines of their own at import."""
-    return result.stdout.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -134,28 +119,6 @@ def test_run_of_a_missing_script_is_told() -> None:
     result = python(arguments=["-m", "nni_dataparallel", "run", "no/such/train.py"])
     assert result.returncode == 2
     assert "there is no script 'no/such/train.py'" in result.stderr
-
-
-def test_status_lists_the_fixes() -> None:
-    """One line per fix, with its reason."""
-    result = python(arguments=["-m", "nni_dataparallel", "status"])
-    assert result.returncode == 0, result.stderr
-    assert f"NNI {RELEASE}" in result.stdout
-    assert "WRONG" not in result.stdout
-    assert result.stdout.count("  fits ") == len(fixes.rows_for(RELEASE))
-    assert "fixes, all of them fit" in result.stdout
-
-
-def test_status_lists_the_fixes_of_ddp() -> None:
-    """Forward and construction, as every other row."""
-    lines = python(arguments=["-m", "nni_dataparallel", "status"]).stdout.splitlines()
-    for method, reason in (("forward", "process group"), ("__init__", "broadcast")):
-        (line,) = (
-            i
-            for i, text in enumerate(lines)
-            if text.endswith(f"fits   torch.nn.parallel.distributed:DistributedDataParallel.{method}")
-        )
-        assert reason in lines[line + 1]
 
 
 SHOW_MODE = ["import nni_dataparallel.replicas", "print(nni_dataparallel.replicas.merged_statistics())"]

@@ -1,25 +1,28 @@
 """NNI's compressors under ``torch.nn.DataParallel``: the same numbers as on one device.
 
-Three ways in, see the README:
+Ways in, see the README:
 
 * ``import nni_dataparallel.auto``: stock NNI is repaired in place;
 * ``from nni_dataparallel import QAT_Quantizer``: a repaired subclass, stock NNI untouched;
-* ``python -m nni_dataparallel run train.py``: no line of the script changes.
+* ``python -m nni_dataparallel run train.py``, or ``NNI_DATAPARALLEL=1`` in the environment: no line of the script changes.
+
+The names below are loaded when they are asked for: interpreters start with this file, long before torch is wanted.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, List
-
-from .api import is_patched, patch, patch_map, patched, unpatch
-from .checkpoints import load_quantizer_state_dict, quantizer_state_dict
-from .fixes import QUANTIZERS, UnsupportedReleaseError
-from .patching import PatchError, PatchWarning
-from .ranks import merged_over
-from .rehearsal import rehearse
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any, List
+
+    from .api import is_patched, patch, patch_map, patched, unpatch
+    from .checkpoints import load_quantizer_state_dict, quantizer_state_dict
     from .doctor import Diagnosis, DoctorError, diagnose
+    from .notices import NNIDataParallelRuntimeWarning, NNIDataParallelWarning, PatchError, PatchWarning
+    from .overview import status
+    from .ranks import merged_over
+    from .rehearsal import rehearse
+    from .releases import UnsupportedReleaseError
 
     BNNQuantizer: Any
     DoReFaQuantizer: Any
@@ -37,6 +40,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Diagnosis",
     "DoctorError",
+    "NNIDataParallelRuntimeWarning",
+    "NNIDataParallelWarning",
     "PatchError",
     "PatchWarning",
     "UnsupportedReleaseError",
@@ -49,19 +54,38 @@ __all__ = [
     "patched",
     "quantizer_state_dict",
     "rehearse",
+    "status",
     "unpatch",
 ]
 
+_HOMES = {
+    "api": ("is_patched", "patch", "patch_map", "patched", "unpatch"),
+    "checkpoints": ("load_quantizer_state_dict", "quantizer_state_dict"),
+    "doctor": ("Diagnosis", "DoctorError", "diagnose"),
+    "notices": ("NNIDataParallelRuntimeWarning", "NNIDataParallelWarning", "PatchError", "PatchWarning"),
+    "overview": ("status",),
+    "ranks": ("merged_over",),
+    "rehearsal": ("rehearse",),
+    "releases": ("UnsupportedReleaseError",),
+}
+"""Module -> the public names in it."""
+
 
 def __getattr__(name: str) -> Any:
-    if name in ("Diagnosis", "DoctorError", "diagnose"):
-        from . import doctor
+    from importlib import import_module
 
-        return getattr(doctor, name)
-    if name in QUANTIZERS:
-        from .subclasses import quantizer
+    for module, names in _HOMES.items():
+        if name in names:
+            value = getattr(import_module(f"{__name__}.{module}"), name)
+            globals()[name] = value
+            return value
+    if name.endswith("Quantizer"):  # asked before importing: what is no name of ours must not cost torch
+        from .fixes import QUANTIZERS
 
-        return quantizer(name)
+        if name in QUANTIZERS:
+            from .subclasses import quantizer
+
+            return quantizer(name)
     if name.endswith(("Pruner", "Distiller")):
         # ImportError, since `from ... import` replaces the text of an AttributeError.
         raise ImportError(
@@ -72,4 +96,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> List[str]:
+    from .fixes import QUANTIZERS
+
     return sorted([*__all__, *QUANTIZERS])

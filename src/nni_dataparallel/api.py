@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
+import logging
 import sys
-import warnings
 from typing import Any, Callable, Dict, Iterator, List, Optional
 
 from wrapt import register_post_import_hook
 
-from . import fixes, patching, replicas
+from . import environment, fixes, hook, patching, replicas
+from .notices import PatchWarning, warn
 
-__all__ = ["arm", "is_patched", "patch", "patch_map", "patched", "unpatch", "unpatched"]
+__all__ = ["arm", "is_armed", "is_patched", "is_waiting", "patch", "patch_map", "patched", "skipped", "unpatch", "unpatched"]
 
 HOLDER = "patch"
-VARIABLE = "NNI_DATAPARALLEL_STATISTICS"
+logger = logging.getLogger("nni_dataparallel")
+logger.addHandler(logging.NullHandler())
 _armed = False
+_announced = False
 _hooked: List[str] = []
+_skipped: Dict[str, str] = {}
 
 
 def arm() -> None:
-    """Patch what of NNI is imported now, and the rest as soon as it is; what ``auto`` does.
+    """Patch what of NNI is imported now, and the rest as soon as it is; what ``auto`` comes to once NNI is imported.
 
     What cannot be patched is said in a :class:`PatchWarning`, and the script goes on with stock NNI. The environment
     variable ``NNI_DATAPARALLEL_STATISTICS`` is the ``statistics`` of :func:`patch`.
@@ -33,15 +36,14 @@ def arm() -> None:
         When the variable is neither ``global`` nor ``local``.
     """
     global _armed
-    if os.environ.get(VARIABLE):
-        try:
-            replicas.merge_statistics(os.environ[VARIABLE])
-        except ValueError as error:
-            raise ValueError(f"the environment variable {VARIABLE}: {error}") from None
+    hook.stop()
+    mode = environment.statistics()
+    if mode is not None:
+        replicas.merge_statistics(mode)
     try:
         rows = fixes.rows_for(fixes.installed_release())
     except fixes.UnsupportedReleaseError as error:
-        warnings.warn(str(error), patching.PatchWarning, stacklevel=3)
+        warn(str(error), PatchWarning)
         return
     _armed = True
     for row in rows:
@@ -49,6 +51,17 @@ def arm() -> None:
             _install_if_armed(row)(importlib.import_module(row.module))
         else:
             _wait_for_import(row)
+    _announce(rows)
+
+
+def _announce(rows: List[patching.Fix]) -> None:
+    """One line in the log when everything that does not wait for a script's own import is in place."""
+    global _announced
+    if _announced or not all(row.on_import or patching.is_live(row) or row.target in _skipped for row in rows):
+        return
+    _announced = True
+    count = sum(patching.is_live(row) for row in rows)
+    logger.info("NNI %s patched: %d fixes, %s statistics", fixes.installed_release(), count, replicas.merged_statistics())
 
 
 def _wait_for_import(row: patching.Fix) -> None:
@@ -64,8 +77,13 @@ def _install_if_armed(row: patching.Fix) -> Callable[[Any], None]:
         problem = patching.check(row)
         if problem is None:
             patching.install(row, HOLDER)
+            _skipped.pop(row.target, None)
+            logger.debug("applied the fix %r to %s", row.name, row.target)
         else:
-            warnings.warn(f"skipped the fix {row.name!r}: {problem}", patching.PatchWarning, stacklevel=2)
+            _skipped[row.target] = problem
+            warn(f"skipped the fix {row.name!r}: {problem}", PatchWarning)
+        if not _announced:
+            _announce(fixes.rows_for(fixes.installed_release()))
 
     return install
 
@@ -100,12 +118,15 @@ def patch(statistics: Optional[str] = None) -> None:
     patching.require(row for row in rows if row.due)
     if statistics is not None:
         replicas.merge_statistics(statistics)
+    hook.stop()
     _armed = True
     for row in rows:
         if row.due:
             patching.install(row, HOLDER)
         else:
             _wait_for_import(row)
+    _skipped.clear()
+    _announce(rows)
 
 
 def unpatch() -> None:
@@ -113,8 +134,10 @@ def unpatch() -> None:
 
     The functions of ``torch.nn.parallel`` that a fixed subclass in use needs stay wrapped. Statistics are ``"global"`` again.
     """
-    global _armed
-    _armed = False
+    global _armed, _announced
+    hook.stop()
+    _armed = _announced = False
+    _skipped.clear()
     replicas.merge_statistics("global")
     for row in reversed(fixes.FIXES):
         patching.uninstall(row, HOLDER)
@@ -126,7 +149,7 @@ def patched(statistics: Optional[str] = None) -> Iterator[None]:
 
     A patch that was there before, or armed, stays, and so does its ``statistics``.
     """
-    before, mode = _armed or is_patched(), replicas.merged_statistics()
+    before, mode = is_armed() or is_patched(), replicas.merged_statistics()
     patch(statistics)
     try:
         yield
@@ -149,6 +172,21 @@ def unpatched() -> Iterator[None]:
         else:
             unpatch()
         replicas.merge_statistics(mode)
+
+
+def is_armed() -> bool:
+    """Whether what of NNI is imported from now on will be patched."""
+    return _armed or hook.waiting()
+
+
+def is_waiting() -> bool:
+    """Whether nothing is patched until NNI's compressors are imported."""
+    return hook.waiting()
+
+
+def skipped() -> Dict[str, str]:
+    """Target -> why ``auto`` left its fix out."""
+    return dict(_skipped)
 
 
 def is_patched() -> bool:

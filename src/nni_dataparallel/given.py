@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 import threading
-import warnings
 from typing import Any, Dict, Iterator, List, Set
 
 from torch import nn
+
+from .notices import warn
 
 __all__ = ["PREFIX", "constructing", "described", "kind_of", "plain_model", "users_model", "warn", "warn_of_ddp", "without_prefix"]
 
@@ -102,14 +102,6 @@ def described(model: nn.Module) -> str:
         f"{name} ({type(module).__name__})" for name, module in users_model(model).named_modules() if not list(module.children())
     ]
     return ", ".join(layers[:8]) + (", ..." if len(layers) > 8 else "")
-
-
-def warn(text: str) -> None:
-    """Warn at the line of the script that called NNI."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("nni", "nni_dataparallel"):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, stacklevel=level)
 
 
 def warn_of_ddp(compressor: Any, model: nn.Module, where: str, order: str) -> None:

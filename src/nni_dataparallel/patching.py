@@ -13,21 +13,20 @@ import importlib
 import inspect
 import sys
 import threading
-import warnings
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
 
 from packaging.specifiers import SpecifierSet
 
-__all__ = ["Fix", "PatchError", "PatchWarning", "check", "install", "is_live", "uninstall"]
+from .notices import PatchError, PatchWarning, warn
+
+__all__ = ["Fix", "PatchError", "PatchWarning", "check", "install", "is_live", "uninstall", "was_replaced"]
 
 
-class PatchError(RuntimeError):
-    """A fix cannot be installed; nothing was changed."""
-
-
-class PatchWarning(UserWarning):
-    """A fix was skipped, or could not be taken back."""
+@functools.lru_cache(maxsize=None)
+def _within(releases: str, release: str) -> bool:
+    """Many rows are for the same releases, and comparing versions takes its time."""
+    return SpecifierSet(releases).contains(release, prereleases=True)
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Fix:
 
     def fits(self, release: str) -> bool:
         """Whether the row is for this NNI release (pre-releases count)."""
-        return SpecifierSet(self.releases).contains(release, prereleases=True)
+        return _within(self.releases, release)
 
     @property
     def module(self) -> str:
@@ -194,11 +193,10 @@ def uninstall(fix: Fix, holder: str) -> None:
         del _installed[fix.target]
         if vars(entry.owner).get(entry.attribute) is not entry.placed:
             # Somebody patched over us: putting the stock callable back would undo their work.
-            warnings.warn(
+            warn(
                 f"{fix.target} was replaced by other code after nni_dataparallel patched it; "
                 "left as it is. Undo the other patch first, then call unpatch().",
                 PatchWarning,
-                stacklevel=3,
             )
         elif entry.stock is _INHERITED:
             delattr(entry.owner, entry.attribute)
@@ -210,6 +208,11 @@ def is_live(fix: Fix) -> bool:
     """Whether the attribute that callers reach right now is this fix (read, not remembered)."""
     entry = _installed.get(fix.target)
     return entry is not None and vars(entry.owner).get(entry.attribute) is entry.placed
+
+
+def was_replaced(fix: Fix) -> bool:
+    """Whether ``fix`` was installed, and other code put something else in its place."""
+    return fix.target in _installed and not is_live(fix)
 
 
 def require(fixes: Iterable[Fix]) -> None:

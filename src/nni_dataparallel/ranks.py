@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from .notices import NNIDataParallelRuntimeWarning, warn
 from .patching import Fix
 
 __all__ = ["FIXES", "Ranks", "current", "merged_over", "within"]
@@ -120,12 +120,11 @@ def _of(group: Any) -> Optional[Ranks]:
 def _forward(stock: Callable[..., Any], self: Any, *inputs: Any, **kwargs: Any) -> Any:
     """``DistributedDataParallel.forward``: name the processes that share the batch."""
     if getattr(getattr(self, "_join_config", None), "enable", False):
-        warnings.warn(
+        warn(
             "inside DistributedDataParallel.join() ranks run different numbers of forwards, so statistics cannot be merged "
             "over them: each rank observes its own share, and rank 0's is kept. Give every rank the same number of batches "
             "(drop_last, or an empty shard) instead of join().",
-            RuntimeWarning,
-            stacklevel=3,
+            NNIDataParallelRuntimeWarning,
         )
         return stock(self, *inputs, **kwargs)
     if torch.is_grad_enabled():

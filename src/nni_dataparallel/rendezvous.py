@@ -8,11 +8,12 @@ the earliest place goes on with those that are there.
 from __future__ import annotations
 
 import threading
-import warnings
 from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 from torch import Tensor
+
+from .notices import NNIDataParallelRuntimeWarning, warn
 
 __all__ = ["Parcel", "Place", "Rendezvous"]
 
@@ -75,12 +76,11 @@ class Rendezvous:
             while rank not in self._results:
                 if not self.changed.wait(PATIENCE) and rank not in self._results:
                     absent = sorted(self._live - set(self._waiting))
-                    warnings.warn(
+                    warn(
                         f"replica {rank} has waited {PATIENCE} s at the {place.slot} of layer {place.name!r} for replicas "
                         f"{absent}. "
                         "Is a lock held around a quantised layer, or does a replica wait for another by other means?",
-                        RuntimeWarning,
-                        stacklevel=2,
+                        NNIDataParallelRuntimeWarning,
                     )
             return self._results.pop(rank)
 

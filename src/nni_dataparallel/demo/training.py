@@ -152,12 +152,12 @@ def _quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def main(replicas: int, epochs: int, output: str, dtype: torch.dtype = torch.float64) -> int:
+def main(replicas: int, epochs: int, output: str, dtype: torch.dtype = torch.float64, quiet: bool = False) -> int:
     """Run the demo, print the table, write the picture; the exit status is 0 if patched equals one device."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console()
+    console = Console(quiet=quiet)
     release = installed_release()
     patching.require(row for row in rows_for(release) if row.due)
     gpus = torch.cuda.device_count()

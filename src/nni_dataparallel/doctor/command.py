@@ -36,13 +36,11 @@ exit status: 0 nothing remains with the patch, 1 something remains, 2 the doctor
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``doctor`` takes on the command line."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
+    parser.epilog = f"{EPILOG}\n{parser.epilog or ''}"
     parser.add_argument("target", metavar="script.py:function", help="the function that builds model and batch")
     parser.add_argument("--replicas", type=int, default=2, help="number of virtual devices (default 2)")
     parser.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
     parser.add_argument("--html", metavar="FILE", help="write the diagnosis as one HTML page, the tracked ranges drawn")
-    parser.add_argument("--debug", action="store_true", help="show the traceback where the doctor cannot examine the model")
 
 
 def main(options: argparse.Namespace) -> int:

@@ -7,12 +7,12 @@ evaluation), and the first training step throws away what was loaded.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Callable, Dict, List, Set, Tuple
 
 import torch
 from torch import Tensor
 
+from ..notices import warn
 from .qat import scale_by_ranges
 from .wrapping import note_quantised
 
@@ -30,13 +30,13 @@ def _check_config(quantizer: Any, calibration_config: Any) -> None:
         )
     strangers = sorted(set(calibration_config) - {layer.name for layer, _ in quantizer.get_modules_to_compress()})
     if strangers:
-        warnings.warn(f"the calibration config has entries of layers that are not quantised here: {strangers}", stacklevel=5)
+        warn(f"the calibration config has entries of layers that are not quantised here: {strangers}")
 
 
 def _given(calibration_config: Dict[str, Dict[str, Any]], name: str, wanted: bool) -> Dict[str, Any]:
     given = calibration_config.get(name)
     if given is None and wanted:
-        warnings.warn(f"the calibration config has no entry for module {name}: its ranges stay as they are", stacklevel=5)
+        warn(f"the calibration config has no entry for module {name}: its ranges stay as they are")
     return given or {}
 
 

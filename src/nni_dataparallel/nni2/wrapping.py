@@ -9,7 +9,6 @@ overwrite the trained weight with the quantised one.
 from __future__ import annotations
 
 import threading
-import warnings
 from typing import Any, Callable, Dict, FrozenSet, List, Optional
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from .. import replicas
+from ..notices import NNIDataParallelRuntimeWarning, warn
 from ..recording import recorded
 
 __all__ = [
@@ -170,19 +170,17 @@ def forward(stock: Callable[..., Any], self: Any, *inputs: Any) -> Any:
         _mend(self)
     here = replicas.current()
     if here is not None and here.rank == 0 and covered_name(self.quantizer) is None:
-        warnings.warn(
+        warn(
             f"{type(self.quantizer).__name__} is not covered under DataParallel by this version of nni_dataparallel: "
             f"its state may differ from one device's. Covered: {', '.join(sorted(COVERED))}. Train it on one device.",
-            RuntimeWarning,
-            stacklevel=2,
+            NNIDataParallelRuntimeWarning,
         )
     if here is None and replicas.is_replica(self) and not replicas.recomputing():
-        warnings.warn(
+        warn(
             f"layer {self.name!r} of a DataParallel replica runs outside the worker threads of torch.nn.DataParallel: "
             "it sees its own shard only, and its statistics are lost. If you call parallel_apply yourself, import "
             "nni_dataparallel before you import it, or call torch.nn.parallel.parallel_apply.",
-            RuntimeWarning,
-            stacklevel=2,
+            NNIDataParallelRuntimeWarning,
         )
     outer, _outside.grad = _outside.grad, torch.is_grad_enabled()
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy as copying
 import types
-import warnings
 import weakref
 from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from .. import replicas
+from ..notices import NNIDataParallelRuntimeWarning, warn
 from ..statistics import cut_dimension
 
 __all__ = ["View", "batch_of", "holder_of", "is_parameter", "localise", "report", "spaces_of"]
@@ -129,11 +129,10 @@ def _current(function: Callable[..., Any]) -> Callable[..., Any]:
     inner = getattr(method, "__func__", method)
     if not getattr(inner, "__module__", "").startswith("nni.") and id(inner.__code__) not in _told:
         _told.add(id(inner.__code__))
-        warnings.warn(
+        warn(
             f"{type(owner).__name__}.{name} is a tracking function of your own: on a replica it sees this replica's share of "
             "the batch. Call super() in it, which hands NNI's the whole batch's extremes, or train on one device.",
-            RuntimeWarning,
-            stacklevel=2,
+            NNIDataParallelRuntimeWarning,
         )
     return method
 

@@ -1,0 +1,1 @@
+"""``python -m nni_dataparallel``: one file per command, and the table of them."""
