@@ -162,7 +162,7 @@ def patched(statistics: Optional[str] = None) -> Iterator[None]:
 @contextlib.contextmanager
 def unpatched() -> Iterator[None]:
     """``with unpatched():`` has stock NNI inside the block; a patch that was there before, or armed, comes back."""
-    before, mode = _armed, replicas.merged_statistics()
+    before, mode = is_armed(), replicas.merged_statistics()
     unpatch()
     try:
         yield
