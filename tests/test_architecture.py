@@ -18,7 +18,7 @@ FLOORS: List[Set[str]] = [
     {"group", "virtual"},
     {"replicas"},
     {"parallel", "recording", "rehearsal"},
-    {"nni2", "nni3"},
+    {"nni2", "nni3", "feathermap"},
     {"fixes", "checkpoints"},
     {"api", "subclasses"},
     {"auto", "__init__"},

@@ -1,0 +1,364 @@
+"""FeatherNet: a model whose weights come from two small factors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+import warnings
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+
+from .choosing import Exclude, Tensors, checked_exclude, choose
+from .converting import evaluating, int8_factors
+from .integers import Scheme
+from .layers import follow, hash_layer, hashed_layers, restore_layer, scalars_of
+from .layout import Layout
+from .loading import adopt, unchanged_on_error
+from .order import refuse_wrong_order
+from .pool import Pool, compiling
+from .report import CompressionReport, bytes_of
+from .trained import sign_of_training
+from .upstream import hashed_names, read
+
+__all__ = ["FeatherNet"]
+
+
+class FeatherNet(nn.Module):
+    """A model whose weights come from two small factors: structured multi-hashing.
+
+    All N hashed weights are the first N entries of ``V = V1 @ V2``, V1 (n x m), V2 (m x n), n = ceil(sqrt(N)),
+    m = ceil(compress * n / 2), each layer's weight and bias times one learned scalar (``weight_p``, ``bias_p``). The
+    factors are the weights of two linear layers, ``pool.V1`` and ``pool.V2`` (the latter transposed).
+
+    Parameters
+    ----------
+    module
+        Any model. Its weights are replaced by new ones: a trained model is no better a start than a fresh one, and
+        wrapping it warns. Norms, PReLU, recurrent and parametrised layers, and frozen Parameters stay as they are.
+    compress
+        Size of the factors over the number of hashed weights, in (0, 1].
+    exclude
+        Classes and names of modules to leave out, a single one or a sequence.
+    clone
+        Work on a copy of ``module``; otherwise on itself.
+    verbose
+        Print what was hashed and what not.
+
+    Raises
+    ------
+    ValueError
+        ``compress`` outside (0, 1], nothing to hash, an unknown name in ``exclude``, a model that was quantised before.
+    TypeError
+        Complex or integer weights; a model in ``DataParallel`` (FeatherNet comes first).
+
+    Notes
+    -----
+    Eban et al., "Structured Multi-Hashing for Model Compression", CVPR 2020.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from nni_dataparallel.feathermap import FeatherNet
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.ReLU(), torch.nn.Linear(100, 10))
+    >>> net = FeatherNet(model, compress=0.1).prepare_qat()
+    >>> net.pool
+    Pool(
+      n=87, m=5, tensors=4
+      (V1): Linear(in_features=5, out_features=87, bias=False)
+      (V2): Linear(in_features=5, out_features=87, bias=False)
+    )
+    >>> optimizer = torch.optim.Adam(net.param_groups(lr=1e-2))
+    >>> net(torch.randn(8, 64)).square().mean().backward()
+    >>> optimizer.step()
+    >>> net = net.eval().convert().deploy()
+    >>> net.state_dict()["pool.V1.qweight"].dtype
+    torch.int8
+    """
+
+    module: nn.Module
+    pool: Pool
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compress: float = 0.5,
+        exclude: Exclude = (),
+        clone: bool = True,
+        verbose: bool = False,
+    ) -> None:
+        super().__init__()
+        refuse_wrong_order(module)
+        if isinstance(compress, bool) or not isinstance(compress, (int, float)):
+            raise TypeError(f"compress is a number, not {compress!r}")
+        if not 0 < compress <= 1:
+            raise ValueError(f"compress is {compress}: the factors' size over the weights', above 0 and at most 1")
+        classes, paths = checked_exclude(exclude, module)
+        sign = sign_of_training(module, choose(module, classes, paths))
+        self._build(module, compress, lambda model: choose(model, classes, paths), clone)
+        self.exclude, self.verbose = exclude, verbose
+        if sign is not None:
+            warnings.warn(
+                f"this model looks trained ({sign}), and FeatherNet replaces its weights by new ones: it starts from chance. Exclude "
+                "the layers that should keep theirs, freeze them (requires_grad=False), or train the FeatherNet as from scratch.",
+                stacklevel=2,
+            )
+        if verbose:
+            print(self.compression_report())
+
+    def _build(
+        self,
+        module: nn.Module,
+        compress: float,
+        choice: Callable[[nn.Module], List[Tensors]],
+        clone: bool,
+        m: Optional[int] = None,
+    ) -> None:
+        tensors = choice(module)
+        hashed = [each for each in tensors if each.reason is None]
+        if not hashed:
+            reasons = "; ".join(f"{each.name}: {each.reason}" for each in tensors[:5]) or "it has no Parameters"
+            raise ValueError(f"nothing in this model can be hashed ({reasons})")
+        dense_bytes = bytes_of(module)
+        model = copy.deepcopy(module) if clone else module
+        if clone:
+            tensors = choice(model)
+            hashed = [each for each in tensors if each.reason is None]
+        like = hashed[0].parameter
+        layout = Layout([tuple(t.parameter.shape) for t in hashed], compress, m, [t.zero_row for t in hashed])
+        pool = Pool(layout, like.dtype, like.device)
+        self.compress = compress
+        self._report = CompressionReport.of(tensors, layout, compress, dense_bytes)
+        self._modes: Optional[List[bool]] = None
+        slots: Dict[int, Tuple[nn.Module, Dict[str, int], Dict[str, nn.Parameter]]] = {}
+        for index, each in enumerate(hashed):
+            start = torch.full((1,), 1 / math.sqrt(3 * each.fan_in), dtype=each.parameter.dtype, device=each.parameter.device)
+            scalar = nn.Parameter(start)  # one for all uses: what is tied stays tied
+            for _, layer, name in each.uses:
+                _, indices, scalars = slots.setdefault(id(layer), (layer, {}, {}))
+                indices[name], scalars[name] = index, scalar
+        for layer, indices, scalars in slots.values():
+            hash_layer(layer, pool, indices, scalars)
+        self.pool, self.module = pool, model
+        self.training = model.training
+        pool.train(model.training)
+
+    @classmethod
+    def from_upstream(
+        cls, checkpoint: Union[str, os.PathLike[str], Mapping[str, Any]], module: nn.Module, clone: bool = True
+    ) -> FeatherNet:
+        """A FeatherNet from a checkpoint of phelps-matthew/FeatherMap, saved under ``DataParallel`` or not.
+
+        Compression and exclusions are read from the checkpoint. In evaluation the net's output is bit for bit that of FeatherMap's
+        ``eval()`` (its ``deploy()`` computes other weights than were trained).
+
+        Parameters
+        ----------
+        checkpoint
+            A state dict, a dict that holds one (``"net"``, ``"state_dict"``, ``"model"``), or a file of either.
+        module
+            The plain model that was wrapped; its weights do not matter.
+        clone
+            Work on a copy of ``module``.
+
+        Raises
+        ------
+        ValueError
+            When the file is truncated, holds no factors, or is of another model.
+        """
+        refuse_wrong_order(module)
+        state = read(checkpoint)
+        names, n, m = hashed_names(state)
+        known = {f"{path}.{name}" if path else name for path, each in module.named_modules() for name in each._parameters}
+        if names - known:
+            raise ValueError(
+                f"the checkpoint is of another model: it hashes {', '.join(sorted(names - known)[:5])}, which this one lacks"
+            )
+        net = cls.__new__(cls)
+        nn.Module.__init__(net)
+        net._build(module, min(1.0, 2 * m / n), lambda model: choose(model, only=names), clone, m)
+        net.exclude, net.verbose = (), False
+        try:
+            net.load_state_dict(state)
+        except RuntimeError as error:
+            raise ValueError(f"the checkpoint does not fit this model: {error}") from error
+        return net
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, whatever it takes and returns."""
+        if self.__dict__.get("_is_replica"):
+            # nn.DataParallel has copied the layers' references, which lead to device 0's pool.
+            self._point_at_own_pool()
+        if compiling():
+            return self.module(*args, **kwargs)
+        with self.pool.working():
+            return self.module(*args, **kwargs)
+
+    def _point_at_own_pool(self) -> None:
+        self.pool.__dict__["cache"] = None  # computed on device 0
+        follow(self.module, self.pool)
+
+    def _localise_replica(self, copy: Any, local: Callable[[nn.Module], nn.Module]) -> None:
+        """Where this package's patch is in place, a layer called without ``forward`` is right as well."""
+        copy._point_at_own_pool()
+
+    def train(self, mode: bool = True) -> FeatherNet:
+        """Set the mode; training ends a deployment. Returns ``self``."""
+        if mode:
+            self.pool.deployed = False
+            self._modes = None
+        super().train(mode)
+        return self
+
+    @property
+    def deployed(self) -> bool:
+        """Whether layers compute their weights one by one."""
+        return self.pool.deployed
+
+    def deploy(self, mode: bool = True) -> FeatherNet:
+        """Evaluation in little memory: every layer computes its weight from the rows it needs, when it needs it.
+
+        The output is that of ``eval()``; V is never made, and nothing is kept. ``deploy(False)`` goes back to the modes of
+        before. Returns ``self``.
+        """
+        if mode and not self.deployed:
+            modes = [module.training for module in self.modules()]
+            self.eval()
+            self._modes, self.pool.deployed = modes, True
+        elif not mode and self.deployed:
+            self.pool.deployed = False
+            modules = list(self.modules())
+            if self._modes is not None and len(self._modes) == len(modules):
+                for module, before in zip(modules, self._modes):
+                    module.training = before
+            self._modes = None
+        return self
+
+    def prepare_qat(self, bits: int = 8, per_row: bool = True) -> FeatherNet:
+        """Train quantization-aware from now on: symmetric fake quantization of both factors, straight-through.
+
+        Nothing is observed and no state is added: the scale is the largest entry of today's row (or factor) over
+        ``2 ** (bits - 1) - 1``, the same on every device and rank. ``eval()`` and ``deploy()`` use the quantised factors.
+        Returns ``self``.
+
+        Parameters
+        ----------
+        bits
+            2 to 8.
+        per_row
+            One scale for each of the n rows of a factor (n being what both are long in), or one for the factor.
+        """
+        scheme = Scheme(bits, per_row).checked()
+        if not self.pool.plain:
+            raise RuntimeError(
+                "the factors are INT8 or wrapped by a toolkit already: one of both quantises them. Load the float checkpoint, or "
+                "leave prepare_qat() out"
+            )
+        self.pool.scheme = scheme
+        return self
+
+    def convert(self, bits: Optional[int] = None, per_row: Optional[bool] = None) -> FeatherNet:
+        """Replace the factors by INT8 codes and their scales. Returns ``self``.
+
+        After ``prepare_qat()`` these are the codes that were trained. Factors that a toolkit quantises (NNI, torch.ao, any other) are
+        taken as it computes them in evaluation, and its wrappers go. Plain float factors are quantised as they are.
+
+        Parameters
+        ----------
+        bits, per_row
+            For plain float factors; 8 and True if not given.
+
+        Raises
+        ------
+        ValueError
+            A factor holds NaN, or is on no symmetric grid of 8 bits. The net is unchanged.
+        RuntimeError
+            The factors are INT8 already.
+        """
+        v1, v2 = int8_factors(self.pool, bits, per_row)
+        for factor in (v1, v2):
+            factor.train(self.pool.training)
+        self.pool.V1, self.pool.V2 = v1, v2
+        self.pool.scheme = None
+        return self
+
+    @contextlib.contextmanager
+    def cached(self) -> Iterator[FeatherNet]:
+        """Compute all weights once and use them for every forward in the block, in all threads of this net.
+
+        For many small batches. The weights take a dense model's memory while the block is open, have no gradient,
+        and do not follow later changes of the factors.
+
+        Raises
+        ------
+        RuntimeError
+            In training mode.
+        """
+        if self.training:
+            raise RuntimeError("cached() keeps weights without gradients: call eval() or deploy() first")
+        outer = self.pool.cache
+        self.pool.cache = self._computed()
+        try:
+            yield self
+        finally:
+            self.pool.cache = outer
+
+    def _computed(self) -> Dict[int, Tensor]:
+        """Every hashed tensor as evaluation computes it."""
+        tensors: Dict[int, Tensor] = {}
+        with evaluating(self.pool), self.pool.working():
+            for _, layer, link in hashed_layers(self.module):
+                for name, index in link.slots.items():
+                    if index not in tensors:
+                        tensors[index] = getattr(layer, name).detach()
+        return tensors
+
+    def materialized(self) -> nn.Module:
+        """A plain model with today's weights, as evaluation computes them; tied weights are tied.
+
+        Examples
+        --------
+        >>> net = FeatherNet(torch.nn.Linear(4, 3), compress=0.5).eval()
+        >>> x = torch.randn(2, 4)
+        >>> bool((net.materialized()(x) == net(x)).all())
+        True
+        """
+        parameters = {index: nn.Parameter(tensor.clone()) for index, tensor in self._computed().items()}
+        model = copy.deepcopy(self.module, {id(self.pool): self.pool})
+        for _, layer, link in list(hashed_layers(model)):
+            restore_layer(layer, {name: parameters[index] for name, index in link.slots.items()})
+        return model
+
+    def param_groups(self, lr: float, scale_lr: Optional[float] = None) -> List[Dict[str, Any]]:
+        """Parameters for an optimizer, the scalars with a learning rate of their own.
+
+        Parameters
+        ----------
+        lr
+            For the factors and what is not hashed.
+        scale_lr
+            For ``weight_p`` and ``bias_p``; a tenth of ``lr`` if not given, which is worth a point of accuracy with Adam.
+        """
+        scalars = scalars_of(self.module)
+        known = {id(scalar) for scalar in scalars}
+        others = [parameter for parameter in self.parameters() if id(parameter) not in known]
+        return [{"params": others, "lr": lr}, {"params": scalars, "lr": 0.1 * lr if scale_lr is None else scale_lr}]
+
+    def compression_report(self) -> CompressionReport:
+        """What was hashed, what not and why, with counts, ratios and bytes."""
+        return self._report.now(self, self.pool)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As ``nn.Module.load_state_dict``; the net takes the form, float or INT8, that the file has.
+
+        FeatherMap's checkpoints load, and those saved under ``DataParallel``. If an error is raised, nothing has changed.
+        """
+        with unchanged_on_error(self, self.pool):
+            return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *rest: Any) -> None:
+        adopt(self.module, self.pool, state_dict, prefix, strict, self.compress)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)

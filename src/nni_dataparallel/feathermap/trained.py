@@ -1,0 +1,66 @@
+"""Does a model look trained? Its weights are about to be replaced."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Iterable, Optional
+
+import torch
+from torch import Tensor, nn
+
+from .choosing import Tensors
+
+__all__ = ["sign_of_training"]
+
+# (excess over a moment of 3, largest entry in standard deviations) of what initialisers draw from.
+_SIGMAS = 6.0
+_ENOUGH = 200
+
+
+def sign_of_training(model: nn.Module, tensors: Iterable[Tensors]) -> Optional[str]:
+    """What tells that ``model`` was trained, in words; None if it looks fresh.
+
+    Norms that have counted batches or whose factors differ from each other, gradients, and weights that come
+    from none of the distributions that initialisers use: uniform, normal, normal cut at two deviations, constant.
+    """
+    for path, module in model.named_modules():
+        batches: Any = getattr(module, "num_batches_tracked", None)
+        if isinstance(batches, Tensor) and not batches.is_meta and int(batches) > 0:
+            return f"{path} has counted {int(batches)} batches"
+    for each in tensors:
+        parameter = each.parameter
+        if parameter.grad is not None:
+            return f"{each.name} has a gradient"
+        if parameter.is_meta:
+            continue
+        if each.reason == "norm" and parameter.numel() > 1 and bool((parameter != parameter.flatten()[0]).any()):
+            return f"{each.name} differs between channels"
+    for each in tensors:
+        if (
+            each.reason is None
+            and each.parameter.dim() > 1
+            and not each.parameter.is_meta
+            and not _as_drawn(each.parameter.detach())
+        ):
+            return f"the values of {each.name} are not distributed as an initialiser draws them"
+    return None
+
+
+def _as_drawn(weight: Tensor) -> bool:
+    x = weight.flatten().to(torch.float64)
+    count = x.numel()
+    if count < _ENOUGH or not bool(torch.isfinite(x).all()):
+        return True
+    x = x - x.mean()
+    deviation = float(x.square().mean().sqrt())
+    if deviation < 1e-12 or bool((weight == 0).float().mean() > 0.5):  # constant, identity, sparse
+        return True
+    x = x / deviation
+    fourth = float(x.square().square().mean())
+    reach = float(x.abs().max())
+    noise = _SIGMAS / math.sqrt(count)
+    # Fourth moments 1.8, 3 and 2.38; their standard errors are 0.9, 4.9 and 2.2 over sqrt(count) (delta method, rounded up).
+    uniform = abs(fourth - 1.8) < 0.9 * noise and reach < math.sqrt(3) * (1 + 0.6 * noise)
+    normal = abs(fourth - 3.0) < 4.9 * noise
+    cut = abs(fourth - 2.38) < 2.2 * noise and reach < 2.28 * (1 + 0.8 * noise)
+    return uniform or normal or cut
