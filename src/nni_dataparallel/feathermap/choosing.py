@@ -108,6 +108,7 @@ def choose(
         whole = _reason_for_module(path, module, classes, paths)
         for name in _in_order(module):
             parameter: Any = module._parameters[name]
+            key: Union[int, str]
             full = f"{path}.{name}" if path else name
             if nn.parameter.is_lazy(parameter):
                 raise ValueError(f"{full} has no size yet: run the model once, so that its lazy modules know theirs, then wrap it")

@@ -61,8 +61,8 @@ def _int8(pool: Pool, name: str, scheme: Scheme) -> Int8Factor:
     if found is None:
         raise ValueError(
             f"pool.{name} is wrapped ({type(factor).__name__}), but its values are not multiples of one scale per row within 8 "
-            "bits, so it cannot be shipped as INT8. Either the toolkit has not begun to quantise (run a training step after its start "
-            "step), or it quantises asymmetrically, or the output of the layer as well: ask it for symmetric int8 weights only."
+            "bits, so it cannot be shipped as INT8. Either the toolkit has not begun to quantise (run a training step after its "
+            "start step), or it quantises asymmetrically, or the layer's output as well: ask it for symmetric int8 weights only."
         )
     return Int8Factor(*found)
 

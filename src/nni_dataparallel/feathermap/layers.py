@@ -53,7 +53,8 @@ def _hashed_class(base: type, names: Tuple[str, ...]) -> type:
     if made is None:
 
         def reduce(layer: Any, protocol: Any) -> Any:
-            _, arguments, *rest = object.__reduce_ex__(layer, max(int(protocol), 2))
+            reduced: Any = object.__reduce_ex__(layer, max(int(protocol), 2))
+            arguments, rest = reduced[1], reduced[2:]
             return (_new, (base, names, *arguments[1:]), *rest)
 
         made = type(base)(

@@ -101,6 +101,10 @@ def _check_shapes(module: nn.Module, state: MutableMapping[str, Any], start: str
                 problems.append(f"size mismatch for {key}: {tuple(given.shape)} in the file, {tuple(tensor.shape)} in this net")
 
 
+def _holders(module: nn.Module) -> List[Dict[str, Any]]:
+    return [module._parameters, module._buffers]  # type: ignore[list-item]
+
+
 @contextlib.contextmanager
 def unchanged_on_error(root: nn.Module, pool: Pool) -> Iterator[None]:
     """Put every tensor below ``root`` back, with its value, if the block raises."""
@@ -108,14 +112,14 @@ def unchanged_on_error(root: nn.Module, pool: Pool) -> Iterator[None]:
     kept = [
         (holder, name, tensor, tensor.detach().clone())
         for each in root.modules()
-        for holder in (each._parameters, each._buffers)
+        for holder in _holders(each)
         for name, tensor in holder.items()
         if tensor is not None and not nn.parameter.is_lazy(tensor)
     ]
     try:
         yield
     except BaseException:
-        pool.V1, pool.V2 = factors
+        pool.set_factors(*factors)
         pool.scheme = scheme
         for holder, name, tensor, value in kept:
             holder[name] = tensor

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import math
 import os
 import warnings
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Union
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .choosing import Exclude, Tensors, checked_exclude, choose
-from .converting import evaluating, int8_factors
+from .building import Built, build, check_compress
+from .choosing import Exclude, checked_exclude, choose
+from .converting import int8_factors
 from .integers import Scheme
-from .layers import follow, hash_layer, hashed_layers, restore_layer, scalars_of
-from .layout import Layout
+from .layers import follow, scalars_of
 from .loading import adopt, unchanged_on_error
+from .materialising import all_tensors, plain_model
 from .order import refuse_wrong_order
 from .pool import Pool, compiling
-from .report import CompressionReport, bytes_of
-from .trained import sign_of_training
+from .report import CompressionReport
+from .trained import REPLACED, sign_of_training
 from .upstream import hashed_names, read
 
 __all__ = ["FeatherNet"]
@@ -81,6 +79,7 @@ class FeatherNet(nn.Module):
 
     module: nn.Module
     pool: Pool
+    _modes: Optional[List[bool]]
 
     def __init__(
         self,
@@ -92,59 +91,20 @@ class FeatherNet(nn.Module):
     ) -> None:
         super().__init__()
         refuse_wrong_order(module)
-        if isinstance(compress, bool) or not isinstance(compress, (int, float)):
-            raise TypeError(f"compress is a number, not {compress!r}")
-        if not 0 < compress <= 1:
-            raise ValueError(f"compress is {compress}: the factors' size over the weights', above 0 and at most 1")
+        check_compress(compress)
         classes, paths = checked_exclude(exclude, module)
         sign = sign_of_training(module, choose(module, classes, paths))
-        self._build(module, compress, lambda model: choose(model, classes, paths), clone)
+        self._adopt(build(module, compress, lambda model: choose(model, classes, paths), clone), compress)
         self.exclude, self.verbose = exclude, verbose
         if sign is not None:
-            warnings.warn(
-                f"this model looks trained ({sign}), and FeatherNet replaces its weights by new ones: it starts from chance. Exclude "
-                "the layers that should keep theirs, freeze them (requires_grad=False), or train the FeatherNet as from scratch.",
-                stacklevel=2,
-            )
+            warnings.warn(REPLACED.format(sign), stacklevel=2)
         if verbose:
             print(self.compression_report())
 
-    def _build(
-        self,
-        module: nn.Module,
-        compress: float,
-        choice: Callable[[nn.Module], List[Tensors]],
-        clone: bool,
-        m: Optional[int] = None,
-    ) -> None:
-        tensors = choice(module)
-        hashed = [each for each in tensors if each.reason is None]
-        if not hashed:
-            reasons = "; ".join(f"{each.name}: {each.reason}" for each in tensors[:5]) or "it has no Parameters"
-            raise ValueError(f"nothing in this model can be hashed ({reasons})")
-        dense_bytes = bytes_of(module)
-        model = copy.deepcopy(module) if clone else module
-        if clone:
-            tensors = choice(model)
-            hashed = [each for each in tensors if each.reason is None]
-        like = hashed[0].parameter
-        layout = Layout([tuple(t.parameter.shape) for t in hashed], compress, m, [t.zero_row for t in hashed])
-        pool = Pool(layout, like.dtype, like.device)
-        self.compress = compress
-        self._report = CompressionReport.of(tensors, layout, compress, dense_bytes)
-        self._modes: Optional[List[bool]] = None
-        slots: Dict[int, Tuple[nn.Module, Dict[str, int], Dict[str, nn.Parameter]]] = {}
-        for index, each in enumerate(hashed):
-            start = torch.full((1,), 1 / math.sqrt(3 * each.fan_in), dtype=each.parameter.dtype, device=each.parameter.device)
-            scalar = nn.Parameter(start)  # one for all uses: what is tied stays tied
-            for _, layer, name in each.uses:
-                _, indices, scalars = slots.setdefault(id(layer), (layer, {}, {}))
-                indices[name], scalars[name] = index, scalar
-        for layer, indices, scalars in slots.values():
-            hash_layer(layer, pool, indices, scalars)
-        self.pool, self.module = pool, model
-        self.training = model.training
-        pool.train(model.training)
+    def _adopt(self, built: Built, compress: float) -> None:
+        self.compress, self._report, self._modes = compress, built.report, None
+        self.pool, self.module = built.pool, built.model
+        self.training = built.model.training
 
     @classmethod
     def from_upstream(
@@ -173,13 +133,13 @@ class FeatherNet(nn.Module):
         state = read(checkpoint)
         names, n, m = hashed_names(state)
         known = {f"{path}.{name}" if path else name for path, each in module.named_modules() for name in each._parameters}
-        if names - known:
-            raise ValueError(
-                f"the checkpoint is of another model: it hashes {', '.join(sorted(names - known)[:5])}, which this one lacks"
-            )
+        foreign = ", ".join(sorted(names - known)[:5])
+        if foreign:
+            raise ValueError(f"the checkpoint is of another model: it hashes {foreign}, which this one lacks")
         net = cls.__new__(cls)
         nn.Module.__init__(net)
-        net._build(module, min(1.0, 2 * m / n), lambda model: choose(model, only=names), clone, m)
+        compress = min(1.0, 2 * m / n)
+        net._adopt(build(module, compress, lambda model: choose(model, only=names), clone, m), compress)
         net.exclude, net.verbose = (), False
         try:
             net.load_state_dict(state)
@@ -263,8 +223,8 @@ class FeatherNet(nn.Module):
     def convert(self, bits: Optional[int] = None, per_row: Optional[bool] = None) -> FeatherNet:
         """Replace the factors by INT8 codes and their scales. Returns ``self``.
 
-        After ``prepare_qat()`` these are the codes that were trained. Factors that a toolkit quantises (NNI, torch.ao, any other) are
-        taken as it computes them in evaluation, and its wrappers go. Plain float factors are quantised as they are.
+        After ``prepare_qat()`` these are the codes that were trained. Factors that a toolkit quantises (NNI, torch.ao, any other)
+        are taken as it computes them in evaluation, and its wrappers go. Plain float factors are quantised as they are.
 
         Parameters
         ----------
@@ -281,7 +241,7 @@ class FeatherNet(nn.Module):
         v1, v2 = int8_factors(self.pool, bits, per_row)
         for factor in (v1, v2):
             factor.train(self.pool.training)
-        self.pool.V1, self.pool.V2 = v1, v2
+        self.pool.set_factors(v1, v2)
         self.pool.scheme = None
         return self
 
@@ -300,21 +260,11 @@ class FeatherNet(nn.Module):
         if self.training:
             raise RuntimeError("cached() keeps weights without gradients: call eval() or deploy() first")
         outer = self.pool.cache
-        self.pool.cache = self._computed()
+        self.pool.cache = all_tensors(self.module, self.pool)
         try:
             yield self
         finally:
             self.pool.cache = outer
-
-    def _computed(self) -> Dict[int, Tensor]:
-        """Every hashed tensor as evaluation computes it."""
-        tensors: Dict[int, Tensor] = {}
-        with evaluating(self.pool), self.pool.working():
-            for _, layer, link in hashed_layers(self.module):
-                for name, index in link.slots.items():
-                    if index not in tensors:
-                        tensors[index] = getattr(layer, name).detach()
-        return tensors
 
     def materialized(self) -> nn.Module:
         """A plain model with today's weights, as evaluation computes them; tied weights are tied.
@@ -326,11 +276,7 @@ class FeatherNet(nn.Module):
         >>> bool((net.materialized()(x) == net(x)).all())
         True
         """
-        parameters = {index: nn.Parameter(tensor.clone()) for index, tensor in self._computed().items()}
-        model = copy.deepcopy(self.module, {id(self.pool): self.pool})
-        for _, layer, link in list(hashed_layers(model)):
-            restore_layer(layer, {name: parameters[index] for name, index in link.slots.items()})
-        return model
+        return plain_model(self.module, self.pool)
 
     def param_groups(self, lr: float, scale_lr: Optional[float] = None) -> List[Dict[str, Any]]:
         """Parameters for an optimizer, the scalars with a learning rate of their own.

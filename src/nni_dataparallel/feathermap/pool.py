@@ -55,12 +55,19 @@ class Pool(nn.Module):
         self.scheme: Optional[Scheme] = None
         self.deployed = False
         self.cache: Optional[Dict[int, Tensor]] = None
-        self.V1, self.V2 = self.new_factor(dtype, device), self.new_factor(dtype, device)
+        v1, v2 = self.new_factor(dtype, device), self.new_factor(dtype, device)
         # Uniform, std(V) = 1. Drawn as FeatherMap does, so that a seed gives the same net.
         bound = math.sqrt(12) / 2 * (layout.m ** (-1 / 4))
         with torch.no_grad():
-            self.V1.weight.uniform_(-bound, bound)
-            self.V2.weight.copy_(torch.empty(layout.m, layout.n, dtype=dtype, device=device).uniform_(-bound, bound).t())
+            v1.weight.uniform_(-bound, bound)
+            v2.weight.copy_(torch.empty(layout.m, layout.n, dtype=dtype, device=device).uniform_(-bound, bound).t())
+
+        self.V1: nn.Module = v1
+        self.V2: nn.Module = v2
+
+    def set_factors(self, v1: nn.Module, v2: nn.Module) -> None:
+        """Put both factors into another form."""
+        self.V1, self.V2 = v1, v2
 
     def new_factor(self, dtype: torch.dtype, device: torch.device) -> nn.Linear:
         """An uninitialised factor of this layout."""
@@ -130,7 +137,7 @@ class Pool(nn.Module):
             session = None  # made without a graph, and here one is wanted
         with _full_precision():
             if session is not None:
-                factors, piece = session.factors, session.pieces and session.pieces[index]
+                factors, piece = session.factors, None if session.pieces is None else session.pieces[index]
             else:
                 with _unsaved():
                     factors = self.factors()

@@ -8,7 +8,7 @@ from typing import List, Tuple
 from torch import Tensor, nn
 
 from .choosing import Tensors
-from .factors import weight_of
+from .factors import Int8Factor, weight_of
 from .layout import Layout
 from .pool import Pool
 
@@ -79,14 +79,17 @@ class CompressionReport:
     def now(self, net: nn.Module, pool: Pool) -> CompressionReport:
         """The report with the bytes that ``net`` has now."""
         now = bytes_of(net)
+        if isinstance(pool.V1, Int8Factor):
+            return replace(self, bytes=now, int8_bytes=now)
         codes_and_scales = self.m + weight_of(pool.V1).element_size()
         return replace(self, bytes=now, int8_bytes=now - bytes_of(pool) + 2 * self.n * codes_and_scales)
 
     def __str__(self) -> str:
+        total = self.hashed_count + self.left_out_count
         lines = [
-            f"{self.hashed_count:,} of {self.hashed_count + self.left_out_count:,} numbers, in {len(self.hashed)} tensors, are hashed",
+            f"{self.hashed_count:,} of {total:,} numbers are hashed ({len(self.hashed)} tensors)",
             f"two factors of {self.n} x {self.m}: {self.actual:.4f} of the hashed numbers (requested {self.requested:.4f}), "
-            f"{self.overall:.4f} of the model",
+            f"{self.overall:.4f} of all",
             f"bytes: {self.dense_bytes:,} dense, {self.bytes:,} now, {self.int8_bytes:,} as INT8",
         ]
         lines += [f"  hashed    {name} {shape}" for name, shape in self.hashed]

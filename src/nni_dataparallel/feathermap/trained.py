@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from .choosing import Tensors
 
-__all__ = ["sign_of_training"]
+__all__ = ["REPLACED", "sign_of_training"]
+
+REPLACED = (
+    "this model looks trained ({}), and FeatherNet replaces its weights by new ones: it starts from chance. Exclude the layers "
+    "that should keep theirs, freeze them (requires_grad=False), or train the FeatherNet as from scratch."
+)
 
 # (excess over a moment of 3, largest entry in standard deviations) of what initialisers draw from.
 _SIGMAS = 6.0
