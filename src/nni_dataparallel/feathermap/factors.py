@@ -138,7 +138,9 @@ class Factors(NamedTuple):
         left_scale = self.left_scale[slot.first : slot.last] if len(self.left_scale) > 1 else self.left_scale
         product = exact_product(self.left[slot.first : slot.last], self.right, self.left_scale.dtype)
         # The scalar goes to the n scales, not to the slot's entries: one pass less over the largest tensor there is.
-        return self._cut(product * left_scale * (self.right_scale * scalar).t(), slot)
+        cut = self._cut(product * left_scale * (self.right_scale * scalar).t(), slot)
+        # Memory of its own, as a plain Parameter has: kernels sum in another order where a tensor starts in mid-line.
+        return cut.clone() if slot.skip else cut
 
     @staticmethod
     def _cut(rows: Tensor, slot: Slot) -> Tensor:

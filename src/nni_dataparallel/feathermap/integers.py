@@ -122,7 +122,8 @@ def exact_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         return left @ right.t()
     if torch.onnx.is_in_onnx_export():  # int8 initialisers, a Cast and a MatMul: what every runtime knows
         return left.to(dtype) @ right.to(dtype).t()
-    if _int_mm is not None and left.device.type == "cpu":  # CUDA's wants multiples of 8 and more than 16 rows
+    # On the CPU only: CUDA's wants multiples of 8 and more than 16 rows. And not for m = 1, where torch 2.13's returns garbage.
+    if _int_mm is not None and left.device.type == "cpu" and left.shape[1] > 1:
         return _int_mm(left, right.t()).to(dtype)  # type: ignore[no-any-return]
     if left.shape[1] <= _EXACT:
         return (left.float() @ right.float().t()).to(dtype)

@@ -57,11 +57,16 @@ def _hashed_class(base: type, names: Tuple[str, ...]) -> type:
             arguments, rest = reduced[1], reduced[2:]
             return (_new, (base, names, *arguments[1:]), *rest)
 
+        def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            with layer.__dict__[_LINK].pool.reading_once():
+                return base.forward(layer, *args, **kwargs)  # type: ignore[attr-defined]
+
         made = type(base)(
             f"Hashed{base.__name__}",
             (base,),
             {
                 **{name: _property(name, base) for name in names},
+                **({"forward": forward} if issubclass(base, nn.MultiheadAttention) else {}),
                 "__module__": base.__module__,
                 "__doc__": f"``{base.__name__}`` with {' and '.join(names)} from FeatherNet's factors.",
                 "__reduce_ex__": reduce,  # a class made at run time cannot be found by its name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ class _Session:
 
     def __init__(self, factors: Factors, pieces: Optional[List[Tensor]]) -> None:
         self.factors, self.pieces, self.grad = factors, pieces, torch.is_grad_enabled()
+        self.memo: Optional[Dict[Tuple[int, bool], Tensor]] = None
 
 
 class _Here(threading.local):
@@ -112,6 +113,9 @@ class Pool(nn.Module):
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """The block of one forward: what its tensors share is computed once."""
+        if self.cache is not None and not self.training:
+            yield
+            return
         here, key = _here.sessions, id(self)
         outer = here.get(key)
         if outer is not None and outer.grad == torch.is_grad_enabled():  # the net calls itself
@@ -127,12 +131,33 @@ class Pool(nn.Module):
             else:
                 here[key] = outer
 
+    @contextlib.contextmanager
+    def reading_once(self) -> Iterator[None]:
+        """The forward of a layer that reads a weight several times (attention): it is computed at the first."""
+        session = None if compiling() else _here.sessions.get(id(self))
+        if session is None or session.memo is not None:
+            yield
+            return
+        session.memo = {}
+        try:
+            yield
+        finally:
+            session.memo = None
+
     def tensor(self, index: int, scalar: Tensor) -> Tensor:
         """Hashed tensor ``index`` times ``scalar``, in ``scalar``'s dtype and on its device."""
         if self.cache is not None and not self.training:
             return self.cache[index]
-        slot = self.layout.slots[index]
         session = None if compiling() else _here.sessions.get(id(self))
+        if session is None or session.memo is None:
+            return self._tensor(index, scalar, session)
+        key = (index, torch.is_grad_enabled())
+        if key not in session.memo:
+            session.memo[key] = self._tensor(index, scalar, session)
+        return session.memo[key]
+
+    def _tensor(self, index: int, scalar: Tensor, session: Optional[_Session]) -> Tensor:
+        slot = self.layout.slots[index]
         if session is not None and torch.is_grad_enabled() and not session.grad:
             session = None  # made without a graph, and here one is wanted
         with _full_precision():
