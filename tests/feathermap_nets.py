@@ -7,7 +7,6 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from nni_dataparallel.feathermap import FeatherNet
 
@@ -61,7 +60,7 @@ class Own(nn.Module):
         self.temperature = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias) * self.temperature
+        return nn.functional.linear(x, self.weight, self.bias) * self.temperature
 
 
 class Two(nn.Module):
@@ -151,19 +150,19 @@ def quantised_by_hand(matrix: Tensor, bits: int, per_row: bool) -> Tensor:
 
 
 class Digits(nn.Module):
-    """The convolutional net for scikit-learn's digits."""
+    """The convolutional net for scikit-learn's digits: 36,106 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.conv2, self.bn2 = nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32)
-        self.fc1 = nn.Linear(32 * 4, 220)
-        self.fc2 = nn.Linear(220, 10)
+        self.conv1, self.bn1 = nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32)
+        self.conv2, self.bn2 = nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64)
+        self.fc1 = nn.Linear(64 * 4, 64)
+        self.fc2 = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 2)
-        x = F.max_pool2d(F.relu(self.bn2(self.conv2(x))), 2)
-        return self.fc2(F.relu(self.fc1(x.flatten(1))))
+        x = nn.functional.max_pool2d(nn.functional.relu(self.bn1(self.conv1(x))), 2)
+        x = nn.functional.max_pool2d(nn.functional.relu(self.bn2(self.conv2(x))), 2)
+        return self.fc2(nn.functional.relu(self.fc1(x.flatten(1))))
 
 
 def digits() -> Tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -190,7 +189,7 @@ def trained_on_digits(
     for _ in range(epochs):
         for indices in torch.randperm(len(x), generator=generator).split(batch):
             optimizer.zero_grad()
-            F.cross_entropy(net(x[indices]), y[indices]).backward()
+            nn.functional.cross_entropy(net(x[indices]), y[indices]).backward()
             optimizer.step()
             schedule.step()
     return net.eval()
@@ -221,8 +220,8 @@ class Block(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        return F.relu(y + self.shortcut(x))
+        y = self.bn2(self.conv2(nn.functional.relu(self.bn1(self.conv1(x)))))
+        return nn.functional.relu(y + self.shortcut(x))
 
 
 def resnet18() -> nn.Module:

@@ -9,27 +9,25 @@ import torch
 from torch import Tensor, nn
 
 from .factors import Int8Factor, weight_of
-from .layers import hashed_layers
 from .pool import Pool
 from .upstream import translate
 
 __all__ = ["adopt", "unchanged_on_error"]
 
 
-def adopt(module: nn.Module, pool: Pool, state: MutableMapping[str, Any], prefix: str, strict: bool, compress: float) -> None:
+def adopt(module: nn.Module, pool: Pool, state: MutableMapping[str, Any], prefix: str, compress: float) -> None:
     """Check the part of ``state`` below ``prefix`` and bring the pool to the form that it holds, float or INT8.
 
     Raises
     ------
     RuntimeError
-        When a shape or a name does not fit, or a factor is not finite; nothing has changed then.
+        When a shape does not fit, or a factor is not finite; nothing has changed then.
     """
     translate(state, prefix)
     problems: List[str] = []
     fresh: Dict[str, nn.Module] = {}
     for name in ("V1", "V2"):
         _check_factor(pool, name, state, f"{prefix}pool.{name}.", problems, fresh, compress)
-    _check_scalars(module, state, f"{prefix}module.", strict, problems)
     _check_shapes(module, state, f"{prefix}module.", problems)
     if problems:
         raise RuntimeError("this state dict does not fit the FeatherNet, which is unchanged:\n\t" + "\n\t".join(problems))
@@ -77,16 +75,6 @@ def _check_factor(
         elif not isinstance(factor, Int8Factor) or factor.scale.shape != scale.shape:
             like = weight_of(factor)
             fresh[name] = Int8Factor(codes.to(like.device), scale.to(like))
-
-
-def _check_scalars(module: nn.Module, state: MutableMapping[str, Any], start: str, strict: bool, problems: List[str]) -> None:
-    wanted = {f"{start}{path + '.' if path else ''}{name}_p" for path, _, link in hashed_layers(module) for name in link.slots}
-    own = {start + key for key in module.state_dict()}
-    if strict:
-        problems += [f"missing {key}: this layer is hashed here, not in the file" for key in sorted(wanted - set(state))]
-    for key in sorted(key for key in state if key.startswith(start) and key not in own and key.endswith(("weight_p", "bias_p"))):
-        if strict:
-            problems.append(f"unexpected {key}: this layer is hashed in the file, not here")
 
 
 def _check_shapes(module: nn.Module, state: MutableMapping[str, Any], start: str, problems: List[str]) -> None:

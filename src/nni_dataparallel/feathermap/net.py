@@ -305,6 +305,6 @@ class FeatherNet(nn.Module):
         with unchanged_on_error(self, self.pool):
             return super().load_state_dict(state_dict, *args, **kwargs)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *rest: Any) -> None:
-        adopt(self.module, self.pool, state_dict, prefix, strict, self.compress)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        adopt(self.module, self.pool, state_dict, prefix, self.compress)
+        super()._load_from_state_dict(state_dict, prefix, *rest)

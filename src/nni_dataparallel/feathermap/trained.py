@@ -17,7 +17,6 @@ REPLACED = (
     "that should keep theirs, freeze them (requires_grad=False), or train the FeatherNet as from scratch."
 )
 
-# (excess over a moment of 3, largest entry in standard deviations) of what initialisers draw from.
 _SIGMAS = 6.0
 _ENOUGH = 200
 
@@ -52,20 +51,35 @@ def sign_of_training(model: nn.Module, tensors: Iterable[Tensors]) -> Optional[s
 
 
 def _as_drawn(weight: Tensor) -> bool:
-    x = weight.flatten().to(torch.float64)
+    """Whether a tensor could be independent draws from one of the distributions that initialisers use."""
+    x = weight.flatten(1).to(torch.float64)
     count = x.numel()
     if count < _ENOUGH or not bool(torch.isfinite(x).all()):
         return True
-    x = x - x.mean()
-    deviation = float(x.square().mean().sqrt())
-    if deviation < 1e-12 or bool((weight == 0).float().mean() > 0.5):  # constant, identity, sparse
+    deviation = float((x - x.mean()).square().mean().sqrt())
+    if deviation < 1e-12 or bool((x == 0).double().mean() > 0.5):  # constant, identity, sparse
         return True
-    x = x / deviation
+    x = (x - x.mean()) / deviation
     fourth = float(x.square().square().mean())
-    reach = float(x.abs().max())
+    return _known_shape(fourth, float(x.abs().max()), count) and all(_alike(each, fourth) for each in (x, x.t()))
+
+
+def _known_shape(fourth: float, reach: float, count: int) -> bool:
     noise = _SIGMAS / math.sqrt(count)
     # Fourth moments 1.8, 3 and 2.38; their standard errors are 0.9, 4.9 and 2.2 over sqrt(count) (delta method, rounded up).
     uniform = abs(fourth - 1.8) < 0.9 * noise and reach < math.sqrt(3) * (1 + 0.6 * noise)
     normal = abs(fourth - 3.0) < 4.9 * noise
     cut = abs(fourth - 2.38) < 2.2 * noise and reach < 2.28 * (1 + 0.8 * noise)
     return uniform or normal or cut
+
+
+def _alike(x: Tensor, fourth: float) -> bool:
+    """Whether the rows differ in mean and size no more than independent draws do. Training makes them differ."""
+    rows, length = x.shape
+    if rows < 4 or length < 4:
+        return True
+    most = 1 + _SIGMAS * math.sqrt(2 / rows)
+    means = float(x.mean(1).square().mean()) * length
+    sizes = float((x.square().mean(1) - 1).square().mean()) * length / max(fourth - 1, 0.1)
+    # The sizes' own distribution has a longer tail where rows are short.
+    return means < most and sizes < most * (1 + 4 / length)
