@@ -239,6 +239,8 @@ class FeatherNet(nn.Module):
             The factors are INT8 already.
         """
         v1, v2 = int8_factors(self.pool, bits, per_row)
+        if not self.pool.plain:
+            self._buffers.pop("steps", None)  # NNI 2.x counts on the model; strict loading would miss it elsewhere
         for factor in (v1, v2):
             factor.train(self.pool.training)
         self.pool.set_factors(v1, v2)
