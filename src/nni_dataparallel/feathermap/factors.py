@@ -7,8 +7,9 @@ from typing import Any, Iterator, NamedTuple, Optional
 import torch
 from torch import Tensor, nn
 
-from .integers import Scheme, exact_product, quantise
+from .integers import Scheme, quantise
 from .layout import Slot
+from .tracing import traced
 
 __all__ = ["Factors", "Int8Factor", "effective", "is_plain", "weight_of"]
 
@@ -34,7 +35,11 @@ class Int8Factor(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """As ``nn.Linear(m, n, bias=False)`` with the dequantised weight."""
-        return nn.functional.linear(x, self.qweight.to(self.scale.dtype) * self.scale)
+        return nn.functional.linear(x, self.dequantised())
+
+    def dequantised(self) -> Tensor:
+        """(n, m), floating point."""
+        return self.qweight.to(self.scale.dtype) * self.scale
 
     def extra_repr(self) -> str:
         """Sizes, for ``print``."""
@@ -88,60 +93,53 @@ def weight_of(factor: nn.Module) -> Tensor:
 
 
 class Factors(NamedTuple):
-    """What the weights of one forward are computed from.
+    """What the weights of one forward are computed from: V = left right^T.
 
     Attributes
     ----------
     left, right
-        (n, m). Without scales: V = left right^T. With scales these are whole numbers (int8, or float with a graph).
-    left_scale, right_scale
-        (n, 1) or (1, 1), or None: V = (left right^T) * left_scale * right_scale^T.
+        (n, m), floating point; multiples of their scales where the factors are quantised.
     """
 
     left: Tensor
     right: Tensor
-    left_scale: Optional[Tensor] = None
-    right_scale: Optional[Tensor] = None
 
     @classmethod
     def of(cls, v1: nn.Module, v2: nn.Module, m: int, scheme: Optional[Scheme]) -> Factors:
-        """The factors as they are now."""
-        if isinstance(v1, Int8Factor) and isinstance(v2, Int8Factor):
-            return cls(v1.qweight, v2.qweight, v1.scale, v2.scale)
-        left, right = effective(v1, m), effective(v2, m)
-        if scheme is None:
-            return cls(left, right)
-        left, left_scale = quantise(left, scheme)
-        right, right_scale = quantise(right, scheme)
-        return cls(left, right, left_scale, right_scale)
-
-    def dequantised(self) -> Factors:
-        """The same V from two matrices without scales."""
-        if self.left_scale is None or self.right_scale is None:
-            return self
-        dtype = self.left_scale.dtype
-        return Factors(self.left.to(dtype) * self.left_scale, self.right.to(dtype) * self.right_scale)
+        """The factors as they are now; quantised, if there is a scheme."""
+        return cls(_matrix(v1, m, scheme), _matrix(v2, m, scheme))
 
     def whole(self) -> Tensor:
-        """V, (n, n); for factors without scales."""
+        """V, (n, n)."""
         # In this layout the product is bit for bit FeatherMap's `V1 @ V2`; with a transposed operand BLAS sums differently.
         return self.left @ self.right.t().contiguous()
 
-    def piece(self, slot: Slot) -> Tensor:
-        """A slot's entries of V, in its shape, from the rows that it touches; for factors without scales."""
-        return self._cut(self.left[slot.first : slot.last] @ self.right.t(), slot)
+    def piece(self, slot: Slot, scalar: Tensor) -> Tensor:
+        """A slot's entries of V times ``scalar``, (1,), in its shape; only the rows that it touches are computed."""
+        # The scalar goes to the rows of the small factor, not to the largest tensor that there is.
+        left, right = self.left[slot.first : slot.last] * scalar.to(self.left), self.right.t()
+        start, count = slot.skip, slot.numel
+        if torch.is_grad_enabled() or traced():
+            cut = (left @ right).reshape(-1)[start : start + count]
+            cut = cut.clone() if start % _LINE else cut
+        else:
+            shift = -start % _LINE
+            memory = left.new_empty(len(left) * len(self.right) + shift)
+            torch.mm(left, right, out=memory[shift:].view(len(left), -1))
+            cut = memory[shift + start : shift + start + count]
+        return cut.view(slot.shape)
 
-    def scaled_piece(self, slot: Slot, scalar: Tensor) -> Tensor:
-        """A slot's entries of V times ``scalar``, (1,), in its shape."""
-        if self.left_scale is None or self.right_scale is None:
-            return self.piece(slot) * scalar
-        left_scale = self.left_scale[slot.first : slot.last] if len(self.left_scale) > 1 else self.left_scale
-        product = exact_product(self.left[slot.first : slot.last], self.right, self.left_scale.dtype)
-        # The scalar goes to the n scales, not to the slot's entries: one pass less over the largest tensor there is.
-        cut = self._cut(product * left_scale * (self.right_scale * scalar).t(), slot)
-        # Memory of its own, as a plain Parameter has: kernels sum in another order where a tensor starts in mid-line.
-        return cut.clone() if slot.skip else cut
 
-    @staticmethod
-    def _cut(rows: Tensor, slot: Slot) -> Tensor:
-        return rows.reshape(-1)[slot.skip : slot.skip + slot.numel].view(slot.shape)
+# A weight starts at such a multiple of entries, as a plain Parameter does: kernels sum in another order where a tensor
+# starts in mid-line, and then a deployed net would not be its materialised model to the last bit.
+_LINE = 16
+
+
+def _matrix(factor: nn.Module, m: int, scheme: Optional[Scheme]) -> Tensor:
+    if isinstance(factor, Int8Factor):
+        return factor.dequantised()
+    matrix = effective(factor, m)
+    if scheme is None:
+        return matrix
+    codes, scale = quantise(matrix, scheme)
+    return codes * scale

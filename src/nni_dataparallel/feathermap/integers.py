@@ -1,17 +1,13 @@
-"""Symmetric quantisation of a matrix, and exact products of integers: pure tensor functions."""
+"""Symmetric quantisation of a matrix: pure tensor functions."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Scheme", "codes_on_grid", "exact_product", "quantise", "round_through"]
-
-_int_mm: Any = getattr(torch, "_int_mm", None)
-# float32 holds every integer up to 2**24: a sum of this many products of two int8 is exact, whatever the order.
-_EXACT = 2**24 // (128 * 128)
+__all__ = ["Scheme", "codes_on_grid", "quantise", "round_through"]
 
 
 class Scheme(NamedTuple):
@@ -105,27 +101,3 @@ def codes_on_grid(matrix: Tensor) -> Optional[Tuple[Tensor, Tensor]]:
     if not bool((codes <= 127).all()):
         return None
     return codes.to(torch.int8), scale.to(matrix.dtype)
-
-
-def exact_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """``left @ right.T`` of whole numbers, without rounding where the result fits ``dtype``.
-
-    Parameters
-    ----------
-    left, right
-        (r, m) and (n, m): both int8, or both whole numbers in a floating point dtype (those may carry a graph, and are
-        exact up to m = 1024 with 8 bits).
-    dtype
-        Of the result, floating point.
-    """
-    if left.is_floating_point():
-        return left @ right.t()
-    if torch.onnx.is_in_onnx_export():  # int8 initialisers, a Cast and a MatMul: what every runtime knows
-        return left.to(dtype) @ right.to(dtype).t()
-    # On the CPU only: CUDA's wants multiples of 8 and more than 16 rows. And not for m = 1, where torch 2.13's returns garbage.
-    if _int_mm is not None and left.device.type == "cpu" and left.shape[1] > 1:
-        return _int_mm(left, right.t()).to(dtype)  # type: ignore[no-any-return]
-    if left.shape[1] <= _EXACT:
-        return (left.float() @ right.float().t()).to(dtype)
-    parts = [a.float() @ b.float().t() for a, b in zip(left.split(_EXACT, 1), right.split(_EXACT, 1))]
-    return torch.stack([part.to(torch.int32) for part in parts]).sum(0).to(dtype)

@@ -17,8 +17,9 @@ from .layers import follow, scalars_of
 from .loading import adopt, unchanged_on_error
 from .materialising import all_tensors, plain_model
 from .order import refuse_wrong_order
-from .pool import Pool, compiling
+from .pool import Pool
 from .report import CompressionReport
+from .tracing import compiling
 from .trained import REPLACED, sign_of_training
 from .upstream import hashed_names, read
 

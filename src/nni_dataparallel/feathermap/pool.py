@@ -5,24 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Tuple
+from typing import Any, ContextManager, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import replicas
-from .factors import Factors, is_plain
+from .factors import Factors, Int8Factor, is_plain
 from .integers import Scheme
 from .layout import Layout
+from .tracing import compiling
 
-__all__ = ["Pool", "compiling"]
-
-_is_compiling: Optional[Callable[[], bool]] = getattr(getattr(torch, "compiler", None), "is_compiling", None)
-
-
-def compiling() -> bool:
-    """Whether torch.compile or torch.export traces this call (torch >= 2.1)."""
-    return _is_compiling is not None and _is_compiling()
+__all__ = ["Pool"]
 
 
 class _Session:
@@ -93,17 +87,20 @@ class Pool(nn.Module):
 
     def factors(self) -> Factors:
         """The factors as they are now; quantised, if the pool trains quantization-aware."""
-        factors = Factors.of(self.V1, self.V2, self.layout.m, self.scheme)
-        # In training V is one product of float matrices; elsewhere the codes are multiplied as the deployed net does.
-        return factors.dequantised() if self.training and factors.left.is_floating_point() else factors
+        return Factors.of(self.V1, self.V2, self.layout.m, self.scheme)
 
-    def _in_pieces(self, factors: Factors) -> bool:
-        """Whether a forward computes V as a whole, once, and cuts it."""
-        return factors.left_scale is None and not self.deployed
+    @property
+    def _in_pieces(self) -> bool:
+        """Whether a forward computes V as a whole, once, and cuts it.
+
+        Not where quantised factors are evaluated: each tensor is then computed as the deployed net does, to the last bit.
+        """
+        quantised = isinstance(self.V1, Int8Factor) or (self.scheme is not None and not self.training)
+        return not (self.deployed or quantised)
 
     def _session(self) -> _Session:
         factors = self.factors()
-        if not self._in_pieces(factors):
+        if not self._in_pieces:
             return _Session(factors, None)
         entries = factors.whole().reshape(-1)[: self.layout.count]
         # One split: its gradient is one tensor of n x n entries, where a slice per tensor would make one each.
@@ -166,8 +163,8 @@ class Pool(nn.Module):
             else:
                 with _unsaved():
                     factors = self.factors()
-                    piece = factors.piece(slot) if self._in_pieces(factors) else None
-            result = factors.scaled_piece(slot, scalar) if piece is None else piece * scalar
+                    piece = factors.piece(slot, torch.ones_like(scalar)) if self._in_pieces else None
+            result = factors.piece(slot, scalar) if piece is None else piece * scalar
         if slot.zero_row is not None:
             kept = torch.arange(slot.shape[0], device=result.device) != slot.zero_row
             result = result * kept.to(result.dtype).view(-1, *(1 for _ in slot.shape[1:]))
@@ -175,7 +172,7 @@ class Pool(nn.Module):
 
 
 def _full_precision() -> ContextManager[Any]:
-    """No autocast: a V in half precision would be another V, and integer sums would no longer be exact."""
+    """No autocast: a V in half precision would be another V."""
     if torch.is_autocast_enabled():
         return torch.autocast("cuda", enabled=False)
     if torch.is_autocast_cpu_enabled():
@@ -189,6 +186,6 @@ def _unsaved() -> ContextManager[Any]:
     A recomputation runs after its forward. It must save the same tensors as the first time, when the
     factors were at hand: hooks of its own, innermost, keep the additional ones out of the count.
     """
-    if replicas.recomputing() and not compiling():
+    if not compiling() and replicas.recomputing():
         return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     return contextlib.nullcontext()
