@@ -9,6 +9,7 @@ import pytest
 import torch
 from feathermap_nets import Digits, hand_cut, quantised_by_hand
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from nni_dataparallel.feathermap import FeatherNet, Int8Factor
 from nni_dataparallel.feathermap.integers import Scheme, codes_on_grid, quantise
@@ -138,19 +139,51 @@ def test_a_row_of_zeros_is_no_nan() -> None:
 def test_codes_are_found_on_any_grid_of_eight_bits() -> None:
     """Symmetric and shifted grids, per row and per tensor; random matrices are on none."""
     generator = torch.Generator().manual_seed(0)
-    for low, high in ((-1, 2), (-7, 8), (-127, 128), (-128, 128), (-127, 129)):
+    for low, high in ((-1, 2), (-7, 8), (-127, 128), (-128, 128), (-127, 129), (-20, 236), (0, 256)):
         codes = torch.randint(low, high, (20, 40), generator=generator)
         for scale in (torch.rand(20, 1, generator=generator) + 1e-3, torch.full((20, 1), 0.0123)):
             matrix = codes * scale
             found = codes_on_grid(matrix)
             assert found is not None
             assert found[0].dtype == torch.int8
-            torch.testing.assert_close(found[0] * found[1], matrix, rtol=1e-6, atol=0)
+            torch.testing.assert_close((found[0] - found[2]) * found[1], matrix, rtol=1e-6, atol=0)
+            assert bool(found[2].any()) == (high > 128)
     assert codes_on_grid(torch.randn(20, 40, generator=generator)) is None
     assert codes_on_grid(torch.randint(-200, 200, (20, 40), generator=generator) * 0.01) is None
     zeros = codes_on_grid(torch.zeros(3, 4))
     assert zeros is not None
     assert not bool(zeros[0].any())
+
+
+def test_a_grid_that_is_not_symmetric_is_shipped_with_its_zero_point() -> None:
+    """Through a file, and back to a net without one."""
+    net = FeatherNet(nn.Linear(40, 30), 0.5).eval()
+    for factor in (net.pool.V1, net.pool.V2):
+        codes = torch.randint(-20, 236, factor.weight.shape)
+        codes[:, 0], codes[:, 1] = -20, 235
+        parametrize.register_parametrization(factor, "weight", Given(codes * 0.003))
+    x = torch.randn(4, 40)
+    with torch.no_grad():
+        wanted = net(x)
+        torch.testing.assert_close(net.convert()(x), wanted, rtol=1e-4, atol=1e-5)
+        assert net.state_dict()["pool.V1.zero_point"].dtype == torch.int16
+        for other in (FeatherNet(nn.Linear(40, 30), 0.5), FeatherNet(nn.Linear(40, 30), 0.5).convert()):
+            plain = other.state_dict()
+            other.load_state_dict(through_file(net.state_dict()))
+            assert torch.equal(other.eval().deploy()(x), net.deploy()(x))
+            other.load_state_dict(plain)
+            assert "pool.V1.zero_point" not in other.state_dict()
+
+
+class Given(nn.Module):
+    """A parametrisation that answers with a given matrix."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__()
+        self.matrix = matrix
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return self.matrix + 0 * weight
 
 
 def test_quantise_keeps_whole_numbers_whole() -> None:

@@ -62,9 +62,10 @@ def _int8(pool: Pool, name: str, scheme: Scheme) -> Int8Factor:
         raise ValueError(
             f"pool.{name} is wrapped ({type(factor).__name__}), but its values are not multiples of one scale per row within 8 "
             "bits, so it cannot be shipped as INT8. Either the toolkit has not begun to quantise (run a training step after its "
-            "start step), or it quantises asymmetrically, or the layer's output as well: ask it for symmetric int8 weights only."
+            "start step), or it quantises the layer's output as well, or with more bits: ask it for int8 weights only."
         )
-    return Int8Factor(*found)
+    codes, scale, zero_point = found
+    return Int8Factor(codes, scale, zero_point if bool(zero_point.any()) else None)
 
 
 def _check_finite(matrix: Tensor, name: str) -> None:

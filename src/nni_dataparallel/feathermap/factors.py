@@ -22,16 +22,20 @@ class Int8Factor(nn.Module):
     codes
         (n, m), whole numbers from -128 to 127.
     scale
-        (n, 1), or (1, 1) for the whole matrix; floating point. The factor is ``codes * scale``.
+        (n, 1), or (1, 1) for the whole matrix; floating point. The factor is ``(codes - zero_point) * scale``.
+    zero_point
+        (n, 1), whole numbers, for a toolkit's grid that is not symmetric. Left out of the state dict if there is none.
     """
 
     qweight: Tensor
     scale: Tensor
+    zero_point: Optional[Tensor]
 
-    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Optional[Tensor] = None) -> None:
         super().__init__()
         self.register_buffer("qweight", codes.detach().to(torch.int8).contiguous())
         self.register_buffer("scale", scale.detach().clone())
+        self.register_buffer("zero_point", None if zero_point is None else zero_point.detach().to(torch.int16))
 
     def forward(self, x: Tensor) -> Tensor:
         """As ``nn.Linear(m, n, bias=False)`` with the dequantised weight."""
@@ -39,7 +43,8 @@ class Int8Factor(nn.Module):
 
     def dequantised(self) -> Tensor:
         """(n, m), floating point."""
-        return self.qweight.to(self.scale.dtype) * self.scale
+        codes = self.qweight.to(self.scale.dtype)
+        return (codes if self.zero_point is None else codes - self.zero_point) * self.scale
 
     def extra_repr(self) -> str:
         """Sizes, for ``print``."""

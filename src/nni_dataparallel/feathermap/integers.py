@@ -62,11 +62,11 @@ def quantise(matrix: Tensor, scheme: Scheme) -> Tuple[Tensor, Tensor]:
     return round_through(matrix / scale).clamp(-scheme.largest, scheme.largest), scale
 
 
-def codes_on_grid(matrix: Tensor) -> Optional[Tuple[Tensor, Tensor]]:
-    """Codes and scales of a matrix that *is* quantised, whoever did it; None if it is not on a grid of 8 bits.
+def codes_on_grid(matrix: Tensor) -> Optional[Tuple[Tensor, Tensor, Tensor]]:
+    """Codes, scales and zero points of a matrix that *is* quantised, whoever did it; None if it is on no grid of 8 bits.
 
     A row that some toolkit has quantised consists of multiples of an unknown scale. Since its largest entry is one of
-    the multiples 1 to 128, trying these finds the scale: no toolkit needs to be asked, and none can be misunderstood.
+    the multiples 1 to 255, trying these finds the scale: no toolkit needs to be asked, and none can be misunderstood.
 
     Parameters
     ----------
@@ -78,14 +78,16 @@ def codes_on_grid(matrix: Tensor) -> Optional[Tuple[Tensor, Tensor]]:
     codes : Tensor
         (n, m) int8.
     scale : Tensor
-        (n, 1). Negative where a row reaches +128 (an asymmetric grid): its codes are then negated.
+        (n, 1): the matrix is ``(codes - zero_point) * scale``.
+    zero_point : Tensor
+        (n, 1) int16, zero wherever the row fits int8 without (a grid that is not symmetric may not).
     """
     values = matrix.detach().double()
     amax = values.abs().amax(1, keepdim=True)
     # What is left of s * q after two roundings in the matrix' own precision, in units of s.
-    tolerance = 128 * 4 * torch.finfo(matrix.dtype).eps
+    tolerance = 256 * 4 * torch.finfo(matrix.dtype).eps
     scale = torch.where(amax > 0, torch.zeros_like(amax), torch.ones_like(amax))
-    for multiple in range(1, 129):
+    for multiple in range(1, 256):
         open_rows = (scale == 0).flatten().nonzero().flatten()
         if not len(open_rows):
             break
@@ -96,8 +98,8 @@ def codes_on_grid(matrix: Tensor) -> Optional[Tuple[Tensor, Tensor]]:
     if not bool((scale > 0).all()):
         return None
     codes = (values / scale).round()
-    flip = (codes.amax(1, keepdim=True) > 127) & (codes.amin(1, keepdim=True) > -128)
-    codes, scale = torch.where(flip, -codes, codes), torch.where(flip, -scale, scale)
-    if not bool((codes <= 127).all()):
+    low, high = codes.amin(1, keepdim=True), codes.amax(1, keepdim=True)
+    if bool((high - low > 255).any()):
         return None
-    return codes.to(torch.int8), scale.to(matrix.dtype)
+    zero_point = torch.where((low < -128) | (high > 127), -128 - low, torch.zeros_like(low))
+    return (codes + zero_point).to(torch.int8), scale.to(matrix.dtype), zero_point.to(torch.int16)

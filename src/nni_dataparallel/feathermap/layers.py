@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import Any, Dict, Iterator, List, Tuple
 
-import torch
 from torch import Tensor, nn
 
 from .pool import Pool
 
-__all__ = ["Link", "follow", "hash_layer", "hashed_layers", "restore_layer", "scalars_of"]
+__all__ = ["Link", "apart", "follow", "hash_layer", "hashed_layers", "restore_layer"]
 
 _LINK = "_feather_link"
 _classes: Dict[Tuple[type, Tuple[str, ...]], type] = {}
@@ -123,11 +122,8 @@ def follow(root: nn.Module, pool: Pool) -> None:
             layer.__dict__[_LINK] = Link(pool, link.slots, link.order)
 
 
-def scalars_of(root: nn.Module) -> List[Tensor]:
-    """The scalar Parameters of all hashed layers, each once."""
-    found: Dict[int, Tensor] = {}
-    for _, layer, link in hashed_layers(root):
-        for name in link.slots:
-            scalar: torch.Tensor = getattr(layer, name + "_p")
-            found[id(scalar)] = scalar
-    return list(found.values())
+def apart(root: nn.Module) -> Tuple[List[nn.Parameter], List[nn.Parameter]]:
+    """The scalars of all hashed layers below ``root``, and its other Parameters; each once."""
+    known = {id(getattr(layer, name + "_p")) for _, layer, link in hashed_layers(root) for name in link.slots}
+    parameters = list(root.parameters())
+    return [p for p in parameters if id(p) in known], [p for p in parameters if id(p) not in known]

@@ -64,7 +64,7 @@ def _check_factor(
             like = weight_of(factor)
             fresh[name] = pool.new_factor(like.dtype, like.device).requires_grad_()
     else:
-        scale = state.get(start + "scale")
+        scale, zero = state.get(start + "scale"), state.get(start + "zero_point")
         if codes.dtype != torch.int8:
             problems.append(f"{key} is {codes.dtype}, not torch.int8")
         elif not isinstance(scale, Tensor) or tuple(scale.shape) not in ((size[0], 1), (1, 1)):
@@ -72,9 +72,13 @@ def _check_factor(
             problems.append(f"{start}scale is {found}, not {(size[0], 1)} or (1, 1)")
         elif not bool(torch.isfinite(scale).all()):
             problems.append(f"{start}scale is not finite")
-        elif not isinstance(factor, Int8Factor) or factor.scale.shape != scale.shape:
+        elif zero is not None and tuple(zero.shape) != tuple(scale.shape):
+            problems.append(f"{start}zero_point is {tuple(zero.shape)}, the scale {tuple(scale.shape)}")
+        elif (
+            not isinstance(factor, Int8Factor) or factor.scale.shape != scale.shape or (factor.zero_point is None) != (zero is None)
+        ):
             like = weight_of(factor)
-            fresh[name] = Int8Factor(codes.to(like.device), scale.to(like))
+            fresh[name] = Int8Factor(codes.to(like.device), scale.to(like), None if zero is None else zero.to(like.device))
 
 
 def _check_shapes(module: nn.Module, state: MutableMapping[str, Any], start: str, problems: List[str]) -> None:

@@ -13,7 +13,7 @@ from .building import Built, build, check_compress
 from .choosing import Exclude, checked_exclude, choose
 from .converting import int8_factors
 from .integers import Scheme
-from .layers import follow, scalars_of
+from .layers import apart, follow
 from .loading import adopt, unchanged_on_error
 from .materialising import all_tensors, plain_model
 from .order import refuse_wrong_order
@@ -132,15 +132,10 @@ class FeatherNet(nn.Module):
         """
         refuse_wrong_order(module)
         state = read(checkpoint)
-        names, n, m = hashed_names(state)
-        known = {f"{path}.{name}" if path else name for path, each in module.named_modules() for name in each._parameters}
-        foreign = ", ".join(sorted(names - known)[:5])
-        if foreign:
-            raise ValueError(f"the checkpoint is of another model: it hashes {foreign}, which this one lacks")
+        names, n, m = hashed_names(state, module)
         net = cls.__new__(cls)
         nn.Module.__init__(net)
-        compress = min(1.0, 2 * m / n)
-        net._adopt(build(module, compress, lambda model: choose(model, only=names), clone, m), compress)
+        net._adopt(build(module, 2 * m / n, lambda model: choose(model, only=names), clone, m), min(1.0, 2 * m / n))
         net.exclude, net.verbose = (), False
         try:
             net.load_state_dict(state)
@@ -169,8 +164,7 @@ class FeatherNet(nn.Module):
     def train(self, mode: bool = True) -> FeatherNet:
         """Set the mode; training ends a deployment. Returns ``self``."""
         if mode:
-            self.pool.deployed = False
-            self._modes = None
+            self.pool.deployed, self._modes = False, None
         super().train(mode)
         return self
 
@@ -239,12 +233,10 @@ class FeatherNet(nn.Module):
         RuntimeError
             The factors are INT8 already.
         """
-        v1, v2 = int8_factors(self.pool, bits, per_row)
+        factors = int8_factors(self.pool, bits, per_row)
         if not self.pool.plain:
             self._buffers.pop("steps", None)  # NNI 2.x counts on the model; strict loading would miss it elsewhere
-        for factor in (v1, v2):
-            factor.train(self.pool.training)
-        self.pool.set_factors(v1, v2)
+        self.pool.set_factors(*factors)
         self.pool.scheme = None
         return self
 
@@ -252,8 +244,7 @@ class FeatherNet(nn.Module):
     def cached(self) -> Iterator[FeatherNet]:
         """Compute all weights once and use them for every forward in the block, in all threads of this net.
 
-        For many small batches. The weights take a dense model's memory while the block is open, have no gradient,
-        and do not follow later changes of the factors.
+        For many small batches. The weights take a dense model's memory meanwhile, and do not follow changes of the factors.
 
         Raises
         ------
@@ -291,9 +282,7 @@ class FeatherNet(nn.Module):
         scale_lr
             For ``weight_p`` and ``bias_p``; a tenth of ``lr`` if not given, which is worth a point of accuracy with Adam.
         """
-        scalars = scalars_of(self.module)
-        known = {id(scalar) for scalar in scalars}
-        others = [parameter for parameter in self.parameters() if id(parameter) not in known]
+        scalars, others = apart(self)
         return [{"params": others, "lr": lr}, {"params": scalars, "lr": 0.1 * lr if scale_lr is None else scale_lr}]
 
     def compression_report(self) -> CompressionReport:

@@ -62,7 +62,7 @@ class Pool(nn.Module):
 
     def set_factors(self, v1: nn.Module, v2: nn.Module) -> None:
         """Put both factors into another form."""
-        self.V1, self.V2 = v1, v2
+        self.V1, self.V2 = v1.train(self.training), v2.train(self.training)
 
     def new_factor(self, dtype: torch.dtype, device: torch.device) -> nn.Linear:
         """An uninitialised factor of this layout."""

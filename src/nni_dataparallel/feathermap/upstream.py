@@ -8,7 +8,7 @@ import zipfile
 from typing import Any, Dict, MutableMapping, Set, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["hashed_names", "read", "translate"]
 
@@ -72,17 +72,20 @@ def _any(state: MutableMapping[str, Any], starts: Any) -> bool:
     return any(key == start or (start.endswith(".") and key.startswith(start)) for key in state for start in starts)
 
 
-def hashed_names(state: Dict[str, Tensor]) -> Tuple[Set[str], int, int]:
-    """What was hashed in a translated state dict: names inside the wrapped module, n and m.
+def hashed_names(state: Dict[str, Tensor], model: nn.Module) -> Tuple[Set[str], int, int]:
+    """What was hashed in a translated state dict: names inside ``model``, the wrapped one; n and m.
 
     Raises
     ------
     ValueError
-        When the factors do not belong together.
+        When the factors do not belong together, or ``model`` has no such tensors.
     """
     v1, v2 = state["pool.V1.weight"], state["pool.V2.weight"]
     if v1.dim() != 2 or v1.shape != v2.shape:
         raise ValueError(f"the checkpoint's factors do not fit each other: _V1 is {tuple(v1.shape)}, _V2 {tuple(v2.t().shape)}")
-    names = {key[len(_WRAPPED) : -2] for key in state if key.startswith(_WRAPPED) and key.endswith((".weight_p", ".bias_p"))}
-    names |= {key[len(_WRAPPED) : -2] for key in (_WRAPPED + "weight_p", _WRAPPED + "bias_p") if key in state}
+    names = {key[len(_WRAPPED) : -2] for key in state if key.startswith(_WRAPPED) and key.endswith(("weight_p", "bias_p"))}
+    known = {f"{path}.{name}" if path else name for path, each in model.named_modules() for name in each._parameters}
+    foreign = ", ".join(sorted(names - known)[:5])
+    if foreign:
+        raise ValueError(f"the checkpoint is of another model: it hashes {foreign}, which this one lacks")
     return names, int(v1.shape[0]), int(v1.shape[1])
