@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import doctest
 from typing import Set
 
 import pytest
@@ -211,3 +212,12 @@ def test_attention_computes_each_weight_once() -> None:
     with torch.no_grad(), Products() as products:
         net(torch.randn(2, 5, 8))
     assert products.count == len(net.pool.layout.slots)
+
+
+def test_examples_in_the_docstrings_run() -> None:
+    """As written."""
+    from nni_dataparallel.feathermap import net
+
+    found = doctest.testmod(net)
+    assert found.attempted > 5
+    assert found.failed == 0

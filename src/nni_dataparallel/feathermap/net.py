@@ -121,9 +121,7 @@ class FeatherNet(nn.Module):
         checkpoint
             A state dict, a dict that holds one (``"net"``, ``"state_dict"``, ``"model"``), or a file of either.
         module
-            The plain model that was wrapped; its weights do not matter.
-        clone
-            Work on a copy of ``module``.
+            The plain model that was wrapped; its weights do not matter. With ``clone`` a copy is worked on.
 
         Raises
         ------
@@ -176,8 +174,7 @@ class FeatherNet(nn.Module):
     def deploy(self, mode: bool = True) -> FeatherNet:
         """Evaluation in little memory: every layer computes its weight from the rows it needs, when it needs it.
 
-        The output is that of ``eval()``; V is never made, and nothing is kept. ``deploy(False)`` goes back to the modes of
-        before. Returns ``self``.
+        The output is that of ``eval()``; nothing is kept. ``deploy(False)`` goes back to the modes of before. Returns ``self``.
         """
         if mode and not self.deployed:
             modes = [module.training for module in self.modules()]
@@ -283,7 +280,8 @@ class FeatherNet(nn.Module):
             For ``weight_p`` and ``bias_p``; a tenth of ``lr`` if not given, which is worth a point of accuracy with Adam.
         """
         scalars, others = apart(self)
-        return [{"params": others, "lr": lr}, {"params": scalars, "lr": 0.1 * lr if scale_lr is None else scale_lr}]
+        rate = 0.1 * lr if scale_lr is None else scale_lr
+        return [{"params": others, "lr": lr}, {"params": scalars, "lr": rate}]
 
     def compression_report(self) -> CompressionReport:
         """What was hashed, what not and why, with counts, ratios and bytes."""
