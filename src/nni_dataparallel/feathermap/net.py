@@ -262,8 +262,8 @@ class FeatherNet(nn.Module):
 
         Examples
         --------
-        >>> net = FeatherNet(torch.nn.Linear(4, 3), compress=0.5).eval()
-        >>> x = torch.randn(2, 4)
+        >>> import torch; from nni_dataparallel.feathermap import FeatherNet
+        >>> net, x = FeatherNet(torch.nn.Linear(4, 3)).eval(), torch.randn(2, 4)
         >>> bool((net.materialized()(x) == net(x)).all())
         True
         """

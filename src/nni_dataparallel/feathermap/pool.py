@@ -19,7 +19,7 @@ from .tracing import compiling
 __all__ = ["Pool"]
 
 
-class _Session:
+class _Shared:
     """What one forward in one thread has computed so far."""
 
     def __init__(self, factors: Factors, pieces: Optional[List[Tensor]]) -> None:
@@ -30,7 +30,7 @@ class _Session:
 class _Here(threading.local):
     # By thread, and not on the pool: two threads may run one net at the same time.
     def __init__(self) -> None:
-        self.sessions: Dict[int, _Session] = {}
+        self.forwards: Dict[int, _Shared] = {}
 
 
 _here = _Here()
@@ -98,14 +98,14 @@ class Pool(nn.Module):
         quantised = isinstance(self.V1, Int8Factor) or (self.scheme is not None and not self.training)
         return not (self.deployed or quantised)
 
-    def _session(self) -> _Session:
+    def _compute(self) -> _Shared:
         factors = self.factors()
         if not self._in_pieces:
-            return _Session(factors, None)
+            return _Shared(factors, None)
         entries = factors.whole().reshape(-1)[: self.layout.count]
         # One split: its gradient is one tensor of n x n entries, where a slice per tensor would make one each.
         pieces = entries.split(self.layout.sizes)
-        return _Session(factors, [piece.view(slot.shape) for piece, slot in zip(pieces, self.layout.slots)])
+        return _Shared(factors, [piece.view(slot.shape) for piece, slot in zip(pieces, self.layout.slots)])
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -113,13 +113,13 @@ class Pool(nn.Module):
         if self.cache is not None and not self.training:
             yield
             return
-        here, key = _here.sessions, id(self)
+        here, key = _here.forwards, id(self)
         outer = here.get(key)
         if outer is not None and outer.grad == torch.is_grad_enabled():  # the net calls itself
             yield
             return
         with _full_precision():
-            here[key] = self._session()
+            here[key] = self._compute()
         try:
             yield
         finally:
@@ -131,35 +131,35 @@ class Pool(nn.Module):
     @contextlib.contextmanager
     def reading_once(self) -> Iterator[None]:
         """The forward of a layer that reads a weight several times (attention): it is computed at the first."""
-        session = None if compiling() else _here.sessions.get(id(self))
-        if session is None or session.memo is not None:
+        shared = None if compiling() else _here.forwards.get(id(self))
+        if shared is None or shared.memo is not None:
             yield
             return
-        session.memo = {}
+        shared.memo = {}
         try:
             yield
         finally:
-            session.memo = None
+            shared.memo = None
 
     def tensor(self, index: int, scalar: Tensor) -> Tensor:
         """Hashed tensor ``index`` times ``scalar``, in ``scalar``'s dtype and on its device."""
         if self.cache is not None and not self.training:
             return self.cache[index]
-        session = None if compiling() else _here.sessions.get(id(self))
-        if session is None or session.memo is None:
-            return self._tensor(index, scalar, session)
+        shared = None if compiling() else _here.forwards.get(id(self))
+        if shared is None or shared.memo is None:
+            return self._tensor(index, scalar, shared)
         key = (index, torch.is_grad_enabled())
-        if key not in session.memo:
-            session.memo[key] = self._tensor(index, scalar, session)
-        return session.memo[key]
+        if key not in shared.memo:
+            shared.memo[key] = self._tensor(index, scalar, shared)
+        return shared.memo[key]
 
-    def _tensor(self, index: int, scalar: Tensor, session: Optional[_Session]) -> Tensor:
+    def _tensor(self, index: int, scalar: Tensor, shared: Optional[_Shared]) -> Tensor:
         slot = self.layout.slots[index]
-        if session is not None and torch.is_grad_enabled() and not session.grad:
-            session = None  # made without a graph, and here one is wanted
+        if shared is not None and torch.is_grad_enabled() and not shared.grad:
+            shared = None  # made without a graph, and here one is wanted
         with _full_precision():
-            if session is not None:
-                factors, piece = session.factors, None if session.pieces is None else session.pieces[index]
+            if shared is not None:
+                factors, piece = shared.factors, None if shared.pieces is None else shared.pieces[index]
             else:
                 with _unsaved():
                     factors = self.factors()
