@@ -20,7 +20,7 @@ FLOORS: List[Set[str]] = [
     {"worker"},
     {"replicas"},
     {"parallel", "recording", "rehearsal", "sharing"},
-    {"nni2", "nni3"},
+    {"nni2", "nni3", "feathermap"},
     {"fixes", "checkpoints"},
     {"api", "subclasses"},
     {"doctor"},
