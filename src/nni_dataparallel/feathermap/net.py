@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Union
 
 from torch import nn
 
+from .. import notices
 from .building import Built, build, check_compress
 from .choosing import Exclude, checked_exclude, choose
 from .converting import int8_factors
@@ -98,7 +98,7 @@ class FeatherNet(nn.Module):
         self._adopt(build(module, compress, lambda model: choose(model, classes, paths), clone), compress)
         self.exclude, self.verbose = exclude, verbose
         if sign is not None:
-            warnings.warn(REPLACED.format(sign), stacklevel=2)
+            notices.warn(REPLACED.format(sign))
         if verbose:
             print(self.compression_report())
 
