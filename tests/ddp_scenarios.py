@@ -192,7 +192,41 @@ def joined(folder: Path) -> Dict[str, Any]:
             optimizer.step()
             steps += 1
     told = [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning) and "join()" in str(w.message)]
-    return {"steps": steps, "told": told}
+    with warnings.catch_warnings(), counted() as calls:
+        warnings.filterwarnings("error", message="inside Dist")
+        share_of_loss(model, data()[0])
+    return {"steps": steps, "told": told, "calls afterwards": calls}
+
+
+def unwrapped(folder: Path) -> Dict[str, Any]:
+    """Train quantised, take the quantizer away, train the plain model in a DDP of its own."""
+    net, optimizer, quantizer, model = _started(SUBJECTS[0])
+    ignored = sorted(model.parameters_to_ignore)
+    step(model, optimizer, data()[0])
+    (quantizer.unwrap_model if IS_NEW else quantizer._unwrap_model)()
+    plain = DistributedDataParallel(net, find_unused_parameters=not IS_NEW)  # 2.x leaves its `weight` buffers in place
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    step(plain, optimizer, data()[1])
+    state = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    return {"ignored": ignored, "ignored afterwards": sorted(plain.parameters_to_ignore), "state": state}
+
+
+def loaded_by_rank_0(folder: Path) -> Dict[str, Any]:
+    """Rank 0 loads a checkpoint, DDP hands it on when it is built, every rank evaluates by itself."""
+    found = {}
+    for case in SUBJECTS:
+        net, optimizer, _ = harness.start_training(stock_class(case.quantizer), case, RELEASE)
+        for batch in data()[:2]:
+            harness.step(net, optimizer, batch)
+        saved = copy.deepcopy(net.state_dict())
+        net, _, _ = harness.start_training(stock_class(case.quantizer), case, RELEASE)
+        if distributed.get_rank() == 0:
+            net.load_state_dict(saved)
+        model = DistributedDataParallel(net)
+        model.eval()
+        with torch.no_grad():
+            found[case.id] = model(data()[0][0])
+    return found
 
 
 # Who communicates, and how much.

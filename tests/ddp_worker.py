@@ -3,8 +3,9 @@
     python tests/ddp_worker.py RANK WORLD FOLDER (patched | stock | uncaught) [JOB ...]
 
 A job is the id of a case, which is trained on this rank's share of each batch, or the name of a scenario of
-``ddp_scenarios.py``. Each job has a process group of its own: if one rank fails in it, the connection ends, the others
-fail, too, and all go on with the next job (``uncaught``: the process ends, as a script would). Started by ``ddp_runs.py``.
+``ddp_scenarios.py`` or ``ddp_edges.py``. Each job has a process group of its own: if one rank fails in it, the connection ends,
+the others fail, too, and all go on with the next job (``uncaught``: the process ends, as a script would). Started by
+``ddp_runs.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Callable, Iterable, List, Tuple
 
+import ddp_edges
 import ddp_scenarios
 from conftest import CASES
 from torch import distributed
@@ -35,7 +37,7 @@ LIMIT = datetime.timedelta(seconds=20)
 def do(job: str) -> Any:
     if job in CASE:
         return ddp_scenarios.train(CASE[job], WAY)
-    return getattr(ddp_scenarios, job)(FOLDER)
+    return getattr(ddp_scenarios if hasattr(ddp_scenarios, job) else ddp_edges, job)(FOLDER)
 
 
 def main(jobs: Iterable[Tuple[str, Callable[[], Any]]]) -> None:

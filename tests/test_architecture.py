@@ -17,7 +17,7 @@ FLOORS: List[Set[str]] = [
     {"environment", "hook", "notices"},
     {"given", "patching", "releases", "statistics", "ownership", "rendezvous"},
     {"group", "ranks", "virtual"},
-    {"worker"},
+    {"worker", "ddp"},
     {"replicas"},
     {"parallel", "recording", "rehearsal", "sharing"},
     {"nni2", "nni3", "feathermap"},

@@ -9,7 +9,7 @@ import copy
 import functools
 import re
 from pathlib import Path
-from typing import Any, List
+from typing import Any, Iterator, List
 from unittest import mock
 
 import ddp_runs
@@ -18,7 +18,8 @@ import harness
 import pytest
 import torch
 from cases import Case
-from conftest import CASES, IS_FIRST, RELEASE, needs_a_quantizer
+from conftest import CASES, IS_FIRST, IS_NEW, RELEASE, needs_a_quantizer
+from ddp_edges import EDGES
 from ddp_runs import Ranks, faults
 from ddp_scenarios import SUBJECTS
 from harness import Record, data, reference, stock_class
@@ -32,7 +33,7 @@ pytestmark = [needs_a_quantizer, pytest.mark.skipif(not torch.distributed.is_ava
 
 OPTIONS = ["own_buffers", "unused_parameters", "static_graph", "bucket_view", "inside_ddp", "no_sync"]
 OPTIONS += ["checkpointed", "checkpointed_reentrant", "own_loop"]
-OTHERS = ["joined", "outside", "traffic", "broadcast", "stop", "local"]
+OTHERS = ["joined", "unwrapped", "loaded_by_rank_0", "outside", "traffic", "broadcast", "stop", "local"]
 ON_FOUR = ["resumed", "own_loop_in_a_subgroup", "ddp_in_a_subgroup"]
 # One case of each quantizer runs on four ranks, too.
 FOUR = list({case.quantizer: case for case in reversed(CASES)}.values())
@@ -43,6 +44,12 @@ each_subject = pytest.mark.parametrize("case", SUBJECTS, ids=lambda case: case.i
 def scenarios_of_two(runs: Path) -> Ranks:
     """Two patched ranks, every scenario."""
     return ddp_runs.once(runs, "scenarios", lambda folder: ddp_runs.run(2, folder, "patched", *OPTIONS, *OTHERS))
+
+
+@pytest.fixture
+def edges(runs: Path) -> Ranks:
+    """Two patched ranks, what they can do wrong."""
+    return ddp_runs.once(runs, "edges", lambda folder: ddp_runs.run(2, folder, "patched", *EDGES))
 
 
 @pytest.fixture
@@ -107,6 +114,24 @@ def test_join_says_that_statistics_are_not_merged(scenarios_of_two: Ranks) -> No
         assert not isinstance(left["joined"], str), left["joined"]
         assert left["joined"]["steps"] == 2 + rank
         assert "same number of batches" in left["joined"]["told"][0]
+        assert "all_reduce" in left["joined"]["calls afterwards"]
+
+
+def test_the_plain_model_trains_in_ddp_when_the_quantizer_is_gone(scenarios_of_two: Ranks) -> None:
+    """Its Parameters have the names of what the earlier DDP was told to leave out."""
+    assert not [left["unwrapped"] for left in scenarios_of_two if isinstance(left["unwrapped"], str)]
+    first, second = (left["unwrapped"] for left in scenarios_of_two)
+    assert first["ignored"]
+    assert not first["ignored afterwards"]
+    assert not harness.unequal("state", first["state"], second["state"])
+
+
+@each_subject
+@pytest.mark.skipif(IS_NEW, reason="what NNI 3.0 adds to a checkpoint, quantizer_state_dict, is loaded by every rank")
+def test_a_checkpoint_that_rank_0_has_loaded_is_handed_on(scenarios_of_two: Ranks, case: Case) -> None:
+    """Also the quantised weights, with which the older releases evaluate, though they are not broadcast later."""
+    first, second = whole(scenarios_of_two, "loaded_by_rank_0", case)
+    assert torch.equal(first, second)
 
 
 @each_subject
@@ -190,6 +215,29 @@ def test_merged_over_needs_a_process_group() -> None:
             pass
 
 
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_merged_over_something_else_is_told(group_of_one: None) -> None:
+    """No group, a group that this rank is not in, and stock NNI, of which nobody would ask for the group."""
+    with patched():
+        with pytest.raises(TypeError, match=r"merged_over\(\) takes a process group.*not 'x'"):
+            with merged_over("x"):
+                pass
+        with pytest.raises(ValueError, match="rank 0 is not in the process group"):
+            with merged_over(torch.distributed.GroupMember.NON_GROUP_MEMBER):
+                pass
+    not_live = mock.patch("nni_dataparallel.ddp.is_live", return_value=False)  # a subclass may have left it there
+    with not_live, pytest.warns(UserWarning, match=r"merges nothing: NNI is not patched") as caught:
+        with merged_over():
+            pass
+    assert [w.filename for w in caught] == [__file__]
+
+
 @each_subject
 def test_local_statistics_are_those_of_each_rank(scenarios_of_two: Ranks, case: Case) -> None:
     """With ``statistics="local"`` nobody communicates, and a rank has the range of its own rows after the first forward."""
@@ -202,3 +250,48 @@ def test_local_statistics_are_those_of_each_rank(scenarios_of_two: Ranks, case: 
         assert not harness.unequal("state", harness.snapshot(net), left["first"])
     if case is SUBJECTS[0]:  # the learned scales of 3.0 start without a look at the batch
         assert harness.unequal("state", found[0]["first"], found[1]["first"])
+
+
+def test_ranks_at_different_layers_are_told(edges: Ranks) -> None:
+    """Collectives are matched by order: without a look at the place a rank would take another layer's range for its own."""
+    for rank, left in enumerate(edges):
+        assert not isinstance(left["another_place"], str), left["another_place"]
+        for error in left["another_place"]:
+            assert re.match(rf"RuntimeError: rank {rank} of 2 observes '(input|rows) of layer{rank}' while another rank", error)
+
+
+def test_a_nan_of_any_rank_is_one_of_the_batch(edges: Ranks) -> None:
+    """As on one device, wherever in the order of ranks it is; infinities stay what they are."""
+    for left in edges:
+        assert left["nan_of_one_rank"] == [True] * 4
+
+
+def test_other_models_in_ddp_are_left_alone(edges: Ranks) -> None:
+    """An empty Parameter is no learned scale, and torch's own words for a lazy module stay."""
+    for left in edges:
+        assert torch.equal(left["none_of_our_business"]["gradient"], torch.full((2, 2), 3.0))
+        assert "learned scales" not in left["none_of_our_business"]["lazy"]
+        assert "dummy forward pass" in left["none_of_our_business"]["lazy"]
+
+
+def test_a_destroyed_process_group_is_let_go(edges: Ranks) -> None:
+    """A reference would keep its sockets open."""
+    assert [left["after_the_group"] for left in edges] == [{"alive": False}] * 2
+
+
+@pytest.mark.skipif(not IS_NEW, reason="NNI 3.0 puts data of another dtype into the Parameters")
+def test_scales_of_a_half_precision_model_are_reduced(edges: Ranks) -> None:
+    """All of them have the gradient of all ranks, in the second step too."""
+    first, second = (left["half_precision"] for left in edges)
+    assert not isinstance(first, str), first
+    assert len(first) >= 4
+    assert not harness.unequal("gradient", first, second)
+
+
+@pytest.mark.skipif(not IS_NEW, reason="earlier releases have their buffers from the start")
+def test_ranges_that_one_rank_has_alone_are_told(edges: Ranks) -> None:
+    """DDP itself would end the process in its first forward."""
+    for left in edges:
+        assert re.match(
+            r"RuntimeError: ranks \[1\] have buffers of other.*load the checkpoint on every rank", left["loaded_by_one"]
+        )

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from .api import is_patched, patch, patch_map, patched, unpatch
     from .checkpoints import load_quantizer_state_dict, quantizer_state_dict
+    from .ddp import merged_over
     from .doctor import Diagnosis, DoctorError, diagnose
     from .notices import NNIDataParallelRuntimeWarning, NNIDataParallelWarning, PatchError, PatchWarning
     from .overview import status
-    from .ranks import merged_over
     from .rehearsal import rehearse
     from .releases import UnsupportedReleaseError
 
@@ -64,7 +64,7 @@ _HOMES = {
     "doctor": ("Diagnosis", "DoctorError", "diagnose"),
     "notices": ("NNIDataParallelRuntimeWarning", "NNIDataParallelWarning", "PatchError", "PatchWarning"),
     "overview": ("status",),
-    "ranks": ("merged_over",),
+    "ddp": ("merged_over",),
     "rehearsal": ("rehearse",),
     "releases": ("UnsupportedReleaseError",),
 }

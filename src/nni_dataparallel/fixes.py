@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from packaging.specifiers import SpecifierSet
 
-from . import parallel, ranks
+from . import ddp, parallel
 from .nni2 import pruner_rows
 from .nni2 import rows as nni2
 from .nni3 import rows as nni3
@@ -27,7 +27,7 @@ __all__ = [
     "upstream",
 ]
 
-FIXES: Tuple[Fix, ...] = (*parallel.FIXES, *ranks.FIXES, *nni2.FIXES, *pruner_rows.FIXES, *nni3.FIXES)
+FIXES: Tuple[Fix, ...] = (*parallel.FIXES, *ddp.FIXES, *nni2.FIXES, *pruner_rows.FIXES, *nni3.FIXES)
 QUANTIZERS: Dict[str, Tuple[str, ...]] = {
     name: tuple(line[name] for line in (nni2.QUANTIZERS, nni3.QUANTIZERS) if name in line)
     for name in (*nni2.QUANTIZERS, *nni3.QUANTIZERS)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # `typing` is not worth importing at the start of every inter
 
 __all__ = ["NNIDataParallelRuntimeWarning", "NNIDataParallelWarning", "PatchError", "PatchWarning", "warn"]
 
-INNER = frozenset({"nni", "nni_dataparallel", "torch", "wrapt", "importlib", "threading", "concurrent"})
+INNER = frozenset({"nni", "nni_dataparallel", "torch", "wrapt", "importlib", "contextlib", "threading", "concurrent"})
 """Packages whose lines tell a reader nothing about his own script."""
 
 

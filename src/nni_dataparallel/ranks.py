@@ -1,24 +1,23 @@
-"""The process group over which a forward's statistics are merged: that of the DDP forward it runs in.
+"""The processes that share the batch of this thread's forward, and their collectives.
 
-``DistributedDataParallel.forward`` is wrapped only to say, for the time it runs, which process group shares the
-batch. Outside it (validation on rank 0, ``ddp.module(x)``) nothing communicates, so nothing can hang. Engines
-that do not go through it say so in words: :func:`merged_over`.
+Who they are is said by whoever runs the forward (``ddp.py``). Outside of such a forward there are none: nothing
+communicates, so nothing can hang.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
+import weakref
+import zlib
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 
-from .notices import NNIDataParallelRuntimeWarning, warn
-from .patching import Fix
-
-__all__ = ["FIXES", "Ranks", "current", "merged_over", "within"]
+__all__ = ["Ranks", "current", "within"]
 
 
 class _Here(threading.local):
@@ -29,41 +28,105 @@ _here = _Here()
 
 
 class Ranks:
-    """The processes that share a batch."""
+    """The processes that share a batch.
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    Every collective is told its ``place`` in words, the same on all ranks. They are matched by order alone: ranks that run
+    different layers would get each other's numbers, so a number made of the place travels along.
+    """
+
+    def __init__(self, group: Any, device: Optional[torch.device] = None) -> None:
+        # Not a reference: it would hold the sockets of a destroyed group open, and the other ranks waiting.
+        self._reference = None if group is None else weakref.ref(group)
+        self._device = device
+        self._unseen: List[Tuple[Tensor, List[int], str]] = []
         self.size: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
+
+    @property
+    def _group(self) -> Any:
+        group = None if self._reference is None else self._reference()
+        if self._reference is not None and group is None:
+            raise RuntimeError("the process group that shared this batch is destroyed: run a forward in the new one first")
+        return group
 
     def _sent(self, tensor: Tensor) -> Tensor:
         """``tensor`` where the backend can read it."""
         if dist.get_backend(self._group) == "nccl" and not tensor.is_cuda:
-            return tensor.to("cuda")
+            return tensor.to(self._device if self._device is not None and self._device.type == "cuda" else "cuda")
         return tensor
 
-    def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
-        """``tensor`` of all ranks, combined elementwise: ``"max"``, ``"min"`` or ``"sum"``; one collective."""
-        sent = self._sent(tensor.detach()).clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(sent, getattr(dist.ReduceOp, op.upper()), group=self._group)
-        return sent.to(tensor.device)
+    def _refusal(self, place: str) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self.rank} of {self.size} observes {place!r} while another rank observes something else. Ranks that share a "
+            "batch must run the same observed layers in the same order, also with find_unused_parameters=True: take the branch on "
+            'something that all ranks agree on, or patch(statistics="local").'
+        )
 
-    def gather_numbers(self, numbers: Sequence[int]) -> List[Tuple[int, ...]]:
+    def all_reduce(self, tensor: Tensor, op: str, place: str = "") -> Tensor:
+        """``tensor`` of all ranks, combined elementwise: ``"max"``, ``"min"`` or ``"sum"``; one collective.
+
+        A NaN of any rank is one of the result, as on one device: a backend's maximum keeps it or not, by the order of ranks.
+        """
+        own = self._sent(tensor.detach()).flatten()
+        number, count = _number_of(place, own.dtype), own.numel()
+        nans: List[Tensor] = []
+        marks = [number]
+        if op != "sum":
+            marks.append(-number)
+            if own.is_floating_point():
+                nan = own.isnan()
+                nans.append(nan.to(own.dtype) * (1 if op == "max" else -1))
+                own = own.masked_fill(nan, -math.inf if op == "max" else math.inf)
+        sent = torch.cat([own, *nans, own.new_tensor(marks)])
+        dist.all_reduce(sent, getattr(dist.ReduceOp, op.upper()), group=self._group)
+        self._compare(sent[-len(marks) :], [number * self.size] if op == "sum" else marks, place)
+        result = sent[:count]
+        if nans:
+            result = result.masked_fill(sent[count : 2 * count] != 0, math.nan)
+        return result.reshape(tensor.shape).to(tensor.device)
+
+    def _compare(self, found: Tensor, expected: List[int], place: str) -> None:
+        """Now on the CPU; on a GPU, which would be waited for, when the forward is done."""
+        if found.is_cuda:
+            self._unseen.append((found, expected, place))
+        elif found.tolist() != expected:
+            raise self._refusal(place)
+
+    def verify(self) -> None:
+        """Raise if ranks have observed different places."""
+        unseen, self._unseen = self._unseen, []
+        if unseen:
+            wanted = torch.tensor([number for _, expected, _ in unseen for number in expected], dtype=torch.float64)
+            found = torch.cat([tensor.double() for tensor, _, _ in unseen]).cpu()
+            if not torch.equal(found, wanted):
+                wrong = (one for one in unseen if one[0].tolist() != one[1])
+                raise self._refusal(next(wrong)[2])
+
+    def gather_numbers(self, numbers: Sequence[int], place: str = "") -> List[Tuple[int, ...]]:
         """A few integers of every rank, by rank; one collective."""
-        mine = self._sent(torch.tensor(list(numbers), dtype=torch.int64))
+        mine = self._sent(torch.tensor([_number_of(place, torch.int64), *numbers], dtype=torch.int64))
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine, group=self._group)
-        return [tuple(part.tolist()) for part in parts]
+        found = [part.tolist() for part in parts]
+        if any(part[0] != found[self.rank][0] for part in found):
+            raise self._refusal(place)
+        return [tuple(part[1:]) for part in found]
 
-    def gather(self, tensor: Tensor) -> List[Tensor]:
+    def gather(self, tensor: Tensor, place: str = "") -> List[Tensor]:
         """A tensor of every rank, by rank, of the same dtype and number of dimensions; shapes may differ: two collectives."""
-        shapes = self.gather_numbers(tensor.shape)
+        shapes = self.gather_numbers(tensor.shape, place)
         sent = self._sent(tensor.detach()).contiguous().flatten()
         longest = max(_numel(shape) for shape in shapes)
         padded = torch.cat([sent, sent.new_zeros(longest - sent.numel())])
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self._group)
         return [part[: _numel(shape)].reshape(shape).to(tensor.device) for part, shape in zip(parts, shapes)]
+
+
+def _number_of(place: str, dtype: torch.dtype) -> int:
+    """A number that ``dtype`` adds up exactly over the ranks."""
+    number = zlib.crc32(place.encode())
+    return 1 << number % 8 if dtype.is_floating_point and torch.finfo(dtype).bits < 32 else number % 8191
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -85,111 +148,7 @@ def within(ranks: Optional[Ranks]) -> Iterator[None]:
     _here.ranks = ranks
     try:
         yield
+        if ranks is not None:
+            ranks.verify()
     finally:
         _here.ranks = outer
-
-
-@contextlib.contextmanager
-def merged_over(process_group: Any = None) -> Iterator[None]:
-    """``with merged_over(): engine(batch)`` for an engine that does not call DDP's forward (DeepSpeed, FSDP, a loop of your own).
-
-    Parameters
-    ----------
-    process_group
-        The ranks that share the batch; None is the default group. Every rank of it has to run the block's forwards.
-
-    Raises
-    ------
-    RuntimeError
-        When there is no process group.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            "merged_over() needs a process group, and there is none: launch with torchrun and call "
-            "torch.distributed.init_process_group(...) first. On one device leave merged_over() out."
-        )
-    with within(_of(process_group)):
-        yield
-
-
-def _of(group: Any) -> Optional[Ranks]:
-    # Not kept: a reference would hold the sockets of a destroyed group open, and the other ranks waiting.
-    return Ranks(group) if dist.get_world_size(group) > 1 else None
-
-
-def _forward(stock: Callable[..., Any], self: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """``DistributedDataParallel.forward``: name the processes that share the batch."""
-    if getattr(getattr(self, "_join_config", None), "enable", False):
-        warn(
-            "inside DistributedDataParallel.join() ranks run different numbers of forwards, so statistics cannot be merged "
-            "over them: each rank observes its own share, and rank 0's is kept. Give every rank the same number of batches "
-            "(drop_last, or an empty shard) instead of join().",
-            NNIDataParallelRuntimeWarning,
-        )
-        return stock(self, *inputs, **kwargs)
-    if torch.is_grad_enabled():
-        _require_known(self)
-    with within(_of(self.process_group)):
-        return stock(self, *inputs, **kwargs)
-
-
-def _require_known(ddp: Any) -> None:
-    """Refuse to train Parameters that a compressor has made after DDP was built: no rank would get the others' gradients."""
-    listed = getattr(ddp, "_module_parameters", None)
-    hosts = [module for module in ddp.module.modules() if hasattr(type(module), "_recomputed_buffers")]
-    if listed is None or not hosts:
-        return
-    known = {id(parameter) for parameter in listed}
-    made = {id(p) for host in hosts for p in host.parameters() if p.requires_grad and id(p) not in known}
-    if not made:
-        return
-    names = [name for name, parameter in ddp.module.named_parameters() if id(parameter) in made]
-    names = [name for name in names if name not in getattr(ddp, "parameters_to_ignore", ())]
-    if names:
-        raise RuntimeError(
-            f"{type(ddp).__name__} was built before the quantizer: it does not know {', '.join(names[:4])}"
-            f"{', ...' if len(names) > 4 else ''}, so that every rank would train them by itself. Build the quantizer on the plain "
-            f"model first (and compress(); in NNI 3.0 the place is the training function), then {type(ddp).__name__}(model)."
-        )
-
-
-def _init(stock: Callable[..., None], self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """``DistributedDataParallel.__init__``: buffers that every forward computes anew are not broadcast before it."""
-    unsized = [name for name, parameter in module.named_parameters() if parameter.requires_grad and not parameter.numel()]
-    if unsized:
-        raise ValueError(
-            f"{', '.join(unsized)}: learned scales of activations whose size only a forward tells; DDP needs it now. Call "
-            "quantizer.track_forward(batch) once, with a batch like those of the training, before DistributedDataParallel."
-        )
-    recomputed = {id(buffer) for host in module.modules() for buffer in _recomputed(host)}
-    names = [name for name, buffer in module.named_buffers() if id(buffer) in recomputed]
-    if names:
-        ignored: Any = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        module._ddp_params_and_buffers_to_ignore = sorted({*ignored, *names})  # type: ignore[assignment]
-    stock(self, module, *args, **kwargs)
-
-
-def _recomputed(module: nn.Module) -> Iterable[Tensor]:
-    """What a module says of itself by a method ``_recomputed_buffers``."""
-    method = getattr(type(module), "_recomputed_buffers", None)
-    return () if method is None else method(module)
-
-
-_DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
-
-FIXES: Tuple[Fix, ...] = (
-    Fix(
-        name="forward of DistributedDataParallel",
-        target=f"{_DDP}.forward",
-        fix=_forward,
-        reason="observers do not know the process group that shares the batch",
-        expects=("self",),
-    ),
-    Fix(
-        name="construction of DistributedDataParallel",
-        target=f"{_DDP}.__init__",
-        fix=_init,
-        reason="quantised weights, which every forward computes anew, are broadcast before it",
-        expects=("self", "module"),
-    ),
-)

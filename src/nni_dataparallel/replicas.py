@@ -100,7 +100,9 @@ def all_reduce(tensor: Tensor, op: str, module: Module, slot: str) -> Tensor:
         result = part if result is None else combine(result, part)
     assert result is not None
     whole: Tensor = result
-    return _across(lambda group: Parcel(group.all_reduce(whole, op)), Parcel(whole), parcels, module, slot).fetch_or_own(tensor)
+    return _across(
+        lambda group, place: Parcel(group.all_reduce(whole, op, place)), Parcel(whole), parcels, module, slot
+    ).fetch_or_own(tensor)
 
 
 def all_gather(tensor: Tensor, module: Module, slot: str) -> List[Tensor]:
@@ -116,7 +118,7 @@ def all_gather(tensor: Tensor, module: Module, slot: str) -> List[Tensor]:
         return parts
     mine = torch.cat(parts) if len(parts) > 1 else parts[0]
     nobody: List[Parcel] = []
-    found = _across(lambda group: [Parcel(part) for part in group.gather(mine)], nobody, parcels, module, slot)
+    found = _across(lambda group, place: [Parcel(part) for part in group.gather(mine, place)], nobody, parcels, module, slot)
     return [parcel.fetch_or_own(tensor) for parcel in found]
 
 
@@ -139,7 +141,7 @@ def share_of(length: int, numel: int, module: Module, slot: str, token: Any = No
     parts = _met((length, numel, token), module, slot)
     mine = [sum(part[i] for _, part in parts) for i in (0, 1)]
     own = ranks.current()
-    others = _across(lambda group: group.gather_numbers(mine), [tuple(mine)], parts, module, slot)
+    others = _across(lambda group, place: group.gather_numbers(mine, place), [tuple(mine)], parts, module, slot)
     before = sum(part[0] for part in others[: own.rank]) if own is not None else 0
     before += sum(part[0] for r, part in parts if r < rank())
     return Share(before, sum(part[0] for part in others), sum(part[1] for part in others), parts[0][1][2])
@@ -150,6 +152,12 @@ def all_gather_object(value: Any, module: Module, slot: str) -> List[Any]:
     return [given for _, given in _met(value, module, slot)]
 
 
+def _place(module: Module, slot: str) -> str:
+    """In words that are the same on all ranks: NNI's wrappers know their layers' names."""
+    name = getattr(module, "name", None)
+    return f"{slot} of {name}" if isinstance(name, str) else slot
+
+
 def _met(value: Any, module: Module, slot: str) -> List[Tuple[int, Any]]:
     """``(rank, value)`` of the replicas of this process."""
     here = current()
@@ -158,7 +166,7 @@ def _met(value: Any, module: Module, slot: str) -> List[Tuple[int, Any]]:
     return here.group.exchange(here.rank, here.place(module, slot), value)
 
 
-def _across(work: Callable[[Ranks], T], default: T, met: List[Tuple[int, Any]], module: Module, slot: str) -> T:
+def _across(work: Callable[[Ranks, str], T], default: T, met: List[Tuple[int, Any]], module: Module, slot: str) -> T:
     """What ``work`` finds out with the other ranks; ``default`` where there are none.
 
     Where a process has several replicas, the first of those that met speaks for all.
@@ -167,7 +175,7 @@ def _across(work: Callable[[Ranks], T], default: T, met: List[Tuple[int, Any]], 
     if group is None:
         return default
     leads = met[0][0] == rank()
-    found = work(group) if leads else None
+    found = work(group, _place(module, slot)) if leads else None
     if len(met) > 1:
         found = next(given for _, given in _met(found, module, f"{slot} of all ranks") if given is not None)
     assert found is not None
@@ -195,7 +203,7 @@ def defer(
 
     def settle_all(values: List[Any]) -> None:
         group = None if _local_only else ranks.current()
-        settle(values if join is None or group is None else group.gather(join(values)))
+        settle(values if join is None or group is None else group.gather(join(values), _place(module, slot)))
 
     if here is None:
         settle_all([value])

@@ -79,7 +79,9 @@ def _whole(x: Tensor, wrapper: Any, slot: str, starting: bool) -> Tuple[int, Opt
     if replicas.alone() or not (starting or wrapper.training or grad_wanted()):  # an evaluation: only gradients ask for it
         # A forward that is recomputed in backward knows what the forward was told.
         recomputed = replicas.recomputing() or (replicas.current() is None and replicas.is_replica(wrapper))
-        return known.get(key, x.numel()) if recomputed else x.numel(), None
+        if not recomputed:
+            known.pop(key, None)
+        return known.get(key, x.numel()), None
     mean = None
     if starting:
         count = torch.tensor(float(x.numel()), dtype=torch.float64, device=x.device)

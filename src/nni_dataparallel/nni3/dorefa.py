@@ -30,6 +30,9 @@ class _Noise:
         self._device, self._lock = device, threading.Lock()
         self._drawn: List[Parcel] = []
 
+    def __reduce__(self) -> Any:
+        return _Noise, (self._device,)  # of a model that is copied between forward and backward; a lock cannot be
+
     def of(self, index: int, rows: Share, peak: Tensor) -> Tensor:
         with self._lock:
             while len(self._drawn) <= index:  # one per gradient that the layer gets
@@ -54,8 +57,10 @@ def _agree_on_noise(wrapper: Any, output: Tensor) -> None:
     module = wrapper.module
     if replicas.alone() or not output.dim() or not getattr(module, "_backward_pre_hooks", None):
         return
+    if not torch.is_grad_enabled():
+        return  # no backward will come for it
     rows = replicas.share_of(len(output), output.numel(), wrapper, "noise", _Noise(output.device))
-    module.__dict__.setdefault("noise", []).append((rows, rows.token))
+    module.__dict__.setdefault("noise", []).append((len(output), (rows, rows.token)))
 
 
 def quant_dequant_gradient_hook(stock: Callable[..., None], self: Any, target_space: Any) -> None:
@@ -78,7 +83,10 @@ def quant_dequant_gradient_hook(stock: Callable[..., None], self: Any, target_sp
 
     def hook(module: Any, grads: Tuple[Optional[Tensor], ...]) -> Tuple[Optional[Tensor], ...]:
         pending = module.__dict__.get("noise")
-        shared = pending.pop() if pending else None
+        rows = next((len(grad) for grad in grads if grad is not None and grad.dim()), None)
+        # The latest forward of that size: backward may take several in any order.
+        index = next((i for i in range(len(pending or ()) - 1, -1, -1) if rows in (None, pending[i][0])), None)
+        shared = None if index is None else pending.pop(index)[1]
         return tuple(None if grad is None else quantise(grad, shared, i) for i, grad in enumerate(grads))
 
     for key in set(module._backward_pre_hooks) - known:

@@ -105,11 +105,15 @@ def init_parameters(stock: Callable[..., None], self: Any, wrapper: Any, target_
 
 def _start(stock: Callable[..., None], self: Any, wrapper: Any, target_name: str, target: Tensor) -> None:
     parameters = {name: wrapper._parameters[name] for name in _names(wrapper, target_name)}
-    before = {name: parameter.data for name, parameter in parameters.items()}
-    stock(self, wrapper, target_name, target)
-    values = {name: parameter.data for name, parameter in parameters.items() if name not in wrapper.__dict__.get("started", ())}
-    for name, parameter in parameters.items():
-        parameter.data = before[name]
+    started = wrapper.__dict__.get("started", ())
+    try:
+        # Into stand-ins: data of another dtype, put into a Parameter, takes away the hook by which DDP reduces its gradient.
+        for name, parameter in parameters.items():
+            wrapper._parameters[name] = nn.Parameter(parameter.detach().clone())
+        stock(self, wrapper, target_name, target)
+        values = {name: wrapper._parameters[name].detach() for name in parameters if name not in started}
+    finally:
+        wrapper._parameters.update(parameters)
     _adopt(wrapper, values)
 
 

@@ -64,7 +64,9 @@ def rows_of(wrapper: Any, name: str, x: Tensor) -> Optional[Share]:
     if replicas.alone():
         # A forward that is recomputed in backward knows what the forward was told.
         recomputed = replicas.recomputing() or (replicas.current() is None and replicas.is_replica(wrapper))
-        return known.get(key) if recomputed else None
+        if not recomputed:
+            known.pop(key, None)
+        return known.get(key)
     known[key] = replicas.share_of(x.shape[0] if x.dim() else 0, x.numel(), wrapper, f"rows of {name}")
     return known[key]
 
