@@ -1,0 +1,441 @@
+"""FeatherNet, pruning, RigL and smaller nets at equal bytes: one CNN, scikit-learn's digits, the same epochs.
+
+    python examples/compare_compression.py [--compress 0.02 0.05 0.1 0.25] [--seeds 3] [--epochs 12] [--output FILE.png]
+
+A size is that of a float FeatherNet with ``--compress``; every other method gets the largest net that is not larger (by half a per cent). Bytes are
+those of the tensors that have to be stored, batch norm's statistics included:
+
+* dense tensors: 4 bytes a number;
+* sparse weights: the kept values, and the cheapest of a bitmask (one bit for every weight) and 2-byte positions within the
+  layer (4-byte ones where a layer has more than 65,536 weights). Biases and norms are not pruned;
+* INT8: one byte a code and a 4-byte scale per tensor; INT4: half a byte (packed; the package itself stores one code a byte).
+
+Pruning follows Zhu and Gupta, "To prune, or not to prune", 2017 (cubic schedule, here over all layers by one threshold), RigL
+Evci et al., "Rigging the Lottery", 2020 (ERK densities). NNI's AGPPruner prunes too, layer by layer, where NNI is 2.6 - 2.10.1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import statistics
+import tempfile
+import warnings
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
+
+from nni_dataparallel.feathermap import FeatherNet
+
+torch.set_num_threads(1)
+WIDTHS = (32, 64, 64)
+BATCH = 64
+# Adam's rate, chosen per family on a seed of its own at compress=0.1.
+DENSE_LR, FEATHER_LR = 0.005, 0.02
+Tick = Callable[[], None]
+
+
+def data(seed: int = 0) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training and test images in [0, 1], training and test classes."""
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16, torch.tensor(labels)
+    train, test = train_test_split(range(len(y)), test_size=0.25, random_state=seed, stratify=labels)
+    return x[train], x[test], y[train], y[test]
+
+
+def cnn(widths: Tuple[int, int, int] = WIDTHS) -> nn.Module:
+    """36,106 parameters as it is."""
+    a, b, c = widths
+    return nn.Sequential(
+        *(nn.Conv2d(1, a, 3, padding=1), nn.BatchNorm2d(a), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(4 * b, c), nn.ReLU(), nn.Linear(c, 10)),
+    )
+
+
+class FakeQuantised(nn.Module):
+    """A weight as INT8 stores it, straight-through: one scale, symmetric."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        scale = weight.detach().abs().max().clamp(min=1e-12) / 127
+        return weight + (torch.round(weight / scale) * scale - weight).detach()
+
+
+def targets(model: nn.Module) -> List[nn.Parameter]:
+    """What is pruned and quantised: a FeatherNet's factors, else every weight of two or more dimensions."""
+    if isinstance(model, FeatherNet):
+        return [model.pool.V1.weight, model.pool.V2.weight]
+    return [parameter for parameter in model.parameters() if parameter.dim() > 1]
+
+
+def number_bytes(model: nn.Module, bits: int = 32, kept: Optional[int] = None) -> int:
+    """Bytes of the net when its targets are stored with ``bits``, and only ``kept`` of their entries if that is given."""
+    weights = targets(model)
+    count = sum(weight.numel() for weight in weights)
+    rest = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()) - 4 * count
+    scales = 0 if bits == 32 else 4 * len(weights)
+    positions = 0
+    if kept is not None:
+        width = 2 if max(weight.numel() for weight in weights) <= 65536 else 4
+        positions = min(math.ceil(count / 8), width * kept)
+    return rest + scales + positions + math.ceil((count if kept is None else kept) * bits / 8)
+
+
+def largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to ``limit`` that fits, by bisection; 0 if none does."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+class Pruning:
+    """Zhu and Gupta's schedule: the sparsity rises with a cubic curve from step 0 to three quarters of training."""
+
+    every = 10
+
+    def __init__(self, model: nn.Module, kept: int, steps: int) -> None:
+        self.weights, self.kept, self.end = targets(model), kept, max(1, int(0.75 * steps))
+        self.masks = [torch.ones_like(weight) for weight in self.weights]
+
+    @torch.no_grad()
+    def before(self, step: int) -> None:
+        """Nothing to do with the gradients: pruned weights are set to zero after the step."""
+
+    @torch.no_grad()
+    def after(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        if step == self.end or (step < self.end and step % self.every == 0):
+            # One threshold for all layers. What was pruned is zero, so it stays pruned.
+            sizes = torch.cat([weight.abs().reshape(-1) for weight in self.weights])
+            kept = self.kept + int((len(sizes) - self.kept) * (1 - step / self.end) ** 3)
+            chosen = torch.zeros_like(sizes).index_fill_(0, sizes.topk(kept).indices, 1.0)
+            pieces = chosen.split([weight.numel() for weight in self.weights])
+            self.masks = [piece.reshape(weight.shape) for piece, weight in zip(pieces, self.weights)]
+        for weight, mask in zip(self.weights, self.masks):
+            weight.mul_(mask)
+
+
+class RigL:
+    """A sparse net from the start: now and then its smallest weights go, and those with the largest gradients come."""
+
+    every, fraction = 20, 0.3
+
+    def __init__(self, model: nn.Module, kept: int, steps: int) -> None:
+        self.weights, self.end = targets(model), int(0.75 * steps)
+        self.masks = []
+        for weight, count in zip(self.weights, self.erdos_renyi(kept)):
+            mask = torch.zeros(weight.numel())
+            mask[torch.randperm(weight.numel())[:count]] = 1
+            self.masks.append(mask.reshape(weight.shape))
+            weight.data.mul_(self.masks[-1])
+
+    def erdos_renyi(self, kept: int) -> List[int]:
+        """Numbers of weights per layer: density in proportion to (sum of the shape) / (product of the shape), 1 at most."""
+        raw = [float(sum(weight.shape)) for weight in self.weights]  # density times size
+        full = [False] * len(raw)
+        while True:
+            free = kept - sum(w.numel() for w, f in zip(self.weights, full) if f)
+            factor = free / sum(r for r, f in zip(raw, full) if not f)
+            over = [not f and factor * r > w.numel() for w, r, f in zip(self.weights, raw, full)]
+            if not any(over):
+                return [w.numel() if f else int(factor * r) for w, r, f in zip(self.weights, raw, full)]
+            full = [f or o for f, o in zip(full, over)]
+
+    @torch.no_grad()
+    def before(self, step: int) -> None:
+        """Drop and grow, then no gradient outside the mask."""
+        for index, weight in enumerate(self.weights):
+            mask = self.masks[index].reshape(-1)
+            count = int(self.fraction / 2 * (1 + math.cos(math.pi * step / self.end)) * mask.sum())
+            count = min(count, int((1 - mask).sum()))
+            if 0 < step < self.end and step % self.every == 0 and count:
+                size = weight.abs().reshape(-1).masked_fill(mask == 0, math.inf)
+                gradient = weight.grad.abs().reshape(-1).masked_fill(mask == 1, -math.inf)  # type: ignore[union-attr]
+                mask[size.topk(count, largest=False).indices] = 0
+                mask[gradient.topk(count).indices] = 1
+                weight.mul_(self.masks[index])  # the new ones are zero already
+            weight.grad.mul_(self.masks[index])  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def after(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        """Adam's momentum moves dropped weights too."""
+        for weight, mask in zip(self.weights, self.masks):
+            weight.mul_(mask)
+
+
+class Trainer:
+    """Adam with a cosine schedule over all epochs, however many calls they come in."""
+
+    def __init__(self, samples: Tuple[Tensor, ...], seed: int, epochs: int, tick: Tick) -> None:
+        self.x, self.test_x, self.y, self.test_y = samples
+        self.epochs, self.tick, self.step = epochs, tick, 0
+        self.steps = epochs * math.ceil(len(self.x) / BATCH)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def train(self, model: nn.Module, sparse: Any = None, epochs: Optional[int] = None) -> None:
+        if isinstance(model, FeatherNet):
+            groups = model.param_groups(FEATHER_LR)
+        else:
+            groups = [{"params": list(model.parameters()), "lr": DENSE_LR}]
+        optimizer = torch.optim.Adam(groups)
+        rates = [group["lr"] for group in groups]
+        model.train()
+        for _ in range(self.epochs if epochs is None else epochs):
+            for batch in torch.randperm(len(self.x), generator=self.generator).split(BATCH):
+                for group, rate in zip(optimizer.param_groups, rates):
+                    group["lr"] = rate / 2 * (1 + math.cos(math.pi * self.step / self.steps))
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(self.x[batch]), self.y[batch]).backward()
+                if sparse is not None:
+                    sparse.before(self.step)
+                optimizer.step()
+                if sparse is not None:
+                    sparse.after(self.step, optimizer)
+                self.step += 1
+            self.tick()
+
+    @torch.no_grad()
+    def accuracy(self, model: nn.Module) -> float:
+        return 100 * float((model.eval()(self.test_x).argmax(1) == self.test_y).float().mean())
+
+
+Made = Optional[Tuple[nn.Module, int]]  # a trained net and its bytes; None where the method cannot use that many
+
+
+def dense(trainer: Trainer, budget: int, bits: int = 32) -> Made:
+    """The net as it is, whatever the budget."""
+    model = cnn()
+    trainer.train(model)
+    return model, number_bytes(model)
+
+
+def narrow(trainer: Trainer, budget: int, bits: int = 32) -> Made:
+    """Fewer channels, nearly in the same proportions; with 8 bits trained quantization-aware."""
+
+    def size(widths: Tuple[int, int, int]) -> int:
+        a, b, c = widths
+        weights = 9 * a + 9 * a * b + 4 * b * c + 10 * c
+        # Biases, batch norm's four vectors and counter of each; scales.
+        return math.ceil(weights * bits / 8) + 4 * (a + b + c + 10 + 4 * (a + b)) + 16 + (0 if bits == 32 else 16)
+
+    around = [(a, b, c) for a in range(1, 65) for b in range(a, 3 * a) for c in range(max(1, b - 3), b + 4)]
+    # Of those within two per cent of the budget, the most alike in shape.
+    close = [widths for widths in around if 0.98 * budget <= size(widths) <= budget]
+    model = cnn(min(close, key=lambda w: abs(math.log(w[1] / w[0] / 2)) + abs(math.log(w[2] / w[1]))))
+    quantise(model, bits)
+    trainer.train(model)
+    return model, number_bytes(model, bits)
+
+
+def quantise(model: nn.Module, bits: int) -> None:
+    """Quantization-aware from now on, if ``bits`` says so."""
+    if bits < 32 and isinstance(model, FeatherNet):
+        model.prepare_qat(bits, per_row=False)  # a scale per row would cost as many bytes as four columns
+    elif bits < 32:
+        for layer in [layer for layer in model.modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]:
+            register_parametrization(layer, "weight", FakeQuantised())
+
+
+def sparse(kind: Any, model: nn.Module, trainer: Trainer, budget: int, bits: int) -> Made:
+    """``model`` with as many weights as the budget pays for."""
+    quantise(model, bits)
+    count = sum(weight.numel() for weight in targets(model))
+    kept = largest(lambda number: number_bytes(model, bits, number) <= budget, count)
+    trainer.train(model, kind(model, kept, trainer.steps))
+    assert sum(int((weight != 0).sum()) for weight in targets(model)) <= kept
+    return model, number_bytes(model, bits, kept)
+
+
+def pruned(trainer: Trainer, budget: int, bits: int = 32) -> Made:
+    return sparse(Pruning, cnn(), trainer, budget, bits)
+
+
+def rigl(trainer: Trainer, budget: int, bits: int = 32) -> Made:
+    return sparse(RigL, cnn(), trainer, budget, bits)
+
+
+def feather(trainer: Trainer, budget: int, bits: int = 32, share: int = 1) -> Made:
+    """The widest factors; with ``share`` 2 twice as wide, and pruned to the budget."""
+    net = with_columns(1)
+    half = (len(net.pool.V1.weight) + 1) // 2  # compress = 1
+    columns = largest(lambda m: feather_bytes(net, m, bits) <= budget, half)
+    if feather_bytes(net, columns, bits) < 0.95 * budget or share * columns > half + share:
+        return None
+    net = with_columns(min(half, share * columns))
+    if share > 1:
+        made = sparse(Pruning, net, trainer, budget, bits)
+        assert made is not None
+        stored = made[1]
+    else:
+        quantise(net, bits)
+        trainer.train(net)
+        stored = number_bytes(net, bits)
+    if bits < 32:
+        net.eval().convert()
+    return net.deploy(), stored
+
+
+def with_columns(m: int) -> FeatherNet:
+    """A FeatherNet with factors of m columns: compress is their size over that of V."""
+    model = cnn()
+    n = math.isqrt(sum(p.numel() for name, p in model.named_parameters() if not name.startswith(("1.", "5."))) - 1) + 1
+    return FeatherNet(model, (2 * m - 1) / n)
+
+
+def feather_bytes(one: FeatherNet, m: int, bits: int) -> int:
+    """From the net of one column."""
+    return number_bytes(one, bits) + math.ceil((m - 1) * 2 * len(one.pool.V1.weight) * bits / 8)
+
+
+def nni_agp(trainer: Trainer, budget: int, bits: int = 32) -> Made:
+    """NNI's AGPPruner: the same curve in steps of an epoch, every layer to the same sparsity."""
+    from nni.compression.pytorch.pruning import AGPPruner
+
+    import nni_dataparallel.auto  # noqa: F401 - not needed on one device, and does no harm
+
+    logging.getLogger("nni").setLevel(logging.ERROR)
+    os.environ.setdefault("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # its own files, which torch 2.6 would not load otherwise
+    model = cnn()
+    count = sum(weight.numel() for weight in targets(model))
+    kept = largest(lambda number: number_bytes(model, bits, number) <= budget, count)
+    rises = max(1, int(0.75 * trainer.epochs) - 1)
+    left = [1] * rises + [trainer.epochs - rises]
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = [{"op_types": ["Conv2d", "Linear"], "total_sparsity": 1 - kept / count}]
+        finetune = lambda net: trainer.train(net, epochs=left.pop(0))  # noqa: E731
+        pruner = AGPPruner(model, config, "level", total_iteration=rises, log_dir=folder, finetuner=finetune)
+        pruner.compress()
+        _, model, *_ = pruner.get_best_result()
+    nonzero = int(sum((weight != 0).sum() for weight in targets(model)))
+    return model, number_bytes(model, bits, nonzero)
+
+
+METHODS: Dict[str, Tuple[Callable[..., Made], Dict[str, int]]] = {
+    "narrower dense net": (narrow, {}),
+    "narrower dense net, INT8": (narrow, {"bits": 8}),
+    "gradual pruning": (pruned, {}),
+    "gradual pruning, INT8": (pruned, {"bits": 8}),
+    "gradual pruning, NNI": (nni_agp, {}),
+    "RigL": (rigl, {}),
+    "FeatherNet": (feather, {}),
+    "FeatherNet, INT8": (feather, {"bits": 8}),
+    "FeatherNet, INT4": (feather, {"bits": 4}),
+    "FeatherNet, pruned": (feather, {"share": 2}),
+    "FeatherNet, INT8, pruned": (feather, {"bits": 8, "share": 2}),
+}
+
+
+def available() -> Dict[str, Tuple[Callable[..., Made], Dict[str, int]]]:
+    """All methods, NNI's pruner where there is one."""
+    try:
+        from nni.compression.pytorch.pruning import AGPPruner  # noqa: F401
+    except ImportError:
+        return {name: method for name, method in METHODS.items() if method[0] is not nni_agp}
+    return METHODS
+
+
+class Result(NamedTuple):
+    """A method at a size: bytes, and the accuracy of each seed."""
+
+    stored: int
+    accuracies: List[float]
+
+    def __str__(self) -> str:
+        mean = statistics.mean(self.accuracies)
+        return f"{mean:.1f} ({min(self.accuracies):.1f} - {max(self.accuracies):.1f})"
+
+
+Results = Dict[str, List[Optional[Result]]]
+
+
+def run(compress: List[float], seeds: int, epochs: int) -> Tuple[Result, List[int], Results]:
+    """The dense net, the budgets, and every method at every budget."""
+    samples, methods = data(), available()
+    budgets = [number_bytes(FeatherNet(cnn(), share)) for share in compress]
+    columns = (TextColumn("{task.description:42}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        total = progress.add_task("all", total=seeds * epochs * (1 + len(methods) * len(budgets)))
+
+        def result(name: str, method: Callable[..., Made], options: Dict[str, int], budget: int) -> Optional[Result]:
+            task = progress.add_task(f"{name}, {budget:,} B", total=seeds * epochs)
+            budget = int(1.005 * budget)  # a scale or two more shall not cost a column
+            stored, accuracies = 0, []
+            for seed in range(seeds):
+                torch.manual_seed(seed)
+                trainer = Trainer(samples, seed, epochs, lambda: [progress.advance(bar) for bar in (task, total)] and None)
+                made = method(trainer, budget, **options)
+                if made is None:
+                    progress.update(total, advance=seeds * epochs)
+                    break
+                stored = made[1]
+                accuracies.append(trainer.accuracy(made[0]))
+            progress.remove_task(task)
+            return Result(stored, accuracies) if accuracies else None
+
+        whole = result("dense", dense, {}, number_bytes(cnn()))
+        assert whole is not None
+        found = {name: [result(name, *method, budget) for budget in budgets] for name, method in methods.items()}
+    return whole, budgets, found
+
+
+def show(whole: Result, budgets: List[int], found: Results) -> None:
+    """Two tables, in Markdown: accuracies, and bytes."""
+    heads = [f"{budget:,} B ({budget / whole.stored:.1%})" for budget in budgets]
+    print(f"dense: {whole} % in {whole.stored:,} B\n")
+    for title, cell in (("accuracy, %", str), ("bytes", lambda result: f"{result.stored:,}")):
+        print("| " + " | ".join([title, *heads]) + " |\n" + "|---" * (1 + len(heads)) + "|")
+        for name, results in found.items():
+            print("| " + " | ".join([name, *("-" if result is None else cell(result) for result in results)]) + " |")
+        print()
+
+
+def plot(whole: Result, found: Results, output: str) -> None:
+    """Accuracy over bytes, the spread of the seeds as bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for index, (name, results) in enumerate(found.items()):
+        shown = [result for result in results if result is not None]
+        means = [statistics.mean(result.accuracies) for result in shown]
+        low = [mean - min(result.accuracies) for mean, result in zip(means, shown)]
+        high = [max(result.accuracies) - mean for mean, result in zip(means, shown)]
+        style = "-" if name.startswith("FeatherNet") else "--"
+        # A little apart, so that the bars can be told from each other.
+        places = [result.stored * 1.008 ** (index - len(found) / 2) for result in shown]
+        color = f"C{index % 10}" if index < 10 else "black"
+        axes.errorbar(places, means, [low, high], label=name, fmt=f"o{style}", color=color, markersize=4, linewidth=1.2, capsize=2)
+    axes.axhline(statistics.mean(whole.accuracies), color="grey", linewidth=0.8, label=f"dense, {whole.stored:,} B")
+    axes.set(xscale="log", xlabel="bytes", ylabel="test accuracy, %", title="scikit-learn's digits, equal bytes, equal epochs")
+    axes.legend(fontsize=8, loc="lower right")
+    axes.grid(alpha=0.3)
+    figure.savefig(output, dpi=100)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compress", type=float, nargs="+", default=[0.02, 0.05, 0.1, 0.25], help="sizes")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--quick", action="store_true", help="two sizes, one seed, one epoch: whether it runs")
+    parser.add_argument("--output", default="compare_compression.png")
+    options = parser.parse_args()
+    if options.quick:
+        options.compress, options.seeds, options.epochs = [0.02, 0.1], 1, 1
+    everything = run(options.compress, options.seeds, options.epochs)
+    show(*everything)
+    plot(everything[0], everything[2], options.output)
+    print("the picture:", options.output)
