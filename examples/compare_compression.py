@@ -2,8 +2,9 @@
 
     python examples/compare_compression.py [--compress 0.02 0.05 0.1 0.25] [--seeds 3] [--epochs 12] [--output FILE.png]
 
-A size is that of a float FeatherNet with ``--compress``; every other method gets the largest net that is not larger (by half a per cent). Bytes are
-those of the tensors that have to be stored, batch norm's statistics included:
+A size is that of a float FeatherNet with ``--compress``; every other method gets the largest net that is not larger (by half a
+per cent). A dash: the method cannot spend so much (``compress`` ends at 1). Bytes are those of the tensors that have to be
+stored, batch norm's statistics included:
 
 * dense tensors: 4 bytes a number;
 * sparse weights: the kept values, and the cheapest of a bitmask (one bit for every weight) and 2-byte positions within the
@@ -38,8 +39,6 @@ from nni_dataparallel.feathermap import FeatherNet
 torch.set_num_threads(1)
 WIDTHS = (32, 64, 64)
 BATCH = 64
-# Adam's rate, chosen per family on a seed of its own at compress=0.1.
-DENSE_LR, FEATHER_LR = 0.005, 0.02
 Tick = Callable[[], None]
 
 
@@ -76,11 +75,16 @@ def targets(model: nn.Module) -> List[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.dim() > 1]
 
 
-def number_bytes(model: nn.Module, bits: int = 32, kept: Optional[int] = None) -> int:
+def tensor_bytes(model: nn.Module) -> int:
+    """Of all tensors in the state dict."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+
+
+def stored_bytes(model: nn.Module, bits: int = 32, kept: Optional[int] = None) -> int:
     """Bytes of the net when its targets are stored with ``bits``, and only ``kept`` of their entries if that is given."""
     weights = targets(model)
     count = sum(weight.numel() for weight in weights)
-    rest = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()) - 4 * count
+    rest = tensor_bytes(model) - 4 * count
     scales = 0 if bits == 32 else 4 * len(weights)
     positions = 0
     if kept is not None:
@@ -107,12 +111,11 @@ class Pruning:
         self.weights, self.kept, self.end = targets(model), kept, max(1, int(0.75 * steps))
         self.masks = [torch.ones_like(weight) for weight in self.weights]
 
-    @torch.no_grad()
     def before(self, step: int) -> None:
-        """Nothing to do with the gradients: pruned weights are set to zero after the step."""
+        """Pruned weights get gradients, and are set to zero after the step."""
 
     @torch.no_grad()
-    def after(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+    def after(self, step: int) -> None:
         if step == self.end or (step < self.end and step % self.every == 0):
             # One threshold for all layers. What was pruned is zero, so it stays pruned.
             sizes = torch.cat([weight.abs().reshape(-1) for weight in self.weights])
@@ -166,7 +169,7 @@ class RigL:
             weight.grad.mul_(self.masks[index])  # type: ignore[union-attr]
 
     @torch.no_grad()
-    def after(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+    def after(self, step: int) -> None:
         """Adam's momentum moves dropped weights too."""
         for weight, mask in zip(self.weights, self.masks):
             weight.mul_(mask)
@@ -175,7 +178,8 @@ class RigL:
 class Trainer:
     """Adam with a cosine schedule over all epochs, however many calls they come in."""
 
-    def __init__(self, samples: Tuple[Tensor, ...], seed: int, epochs: int, tick: Tick) -> None:
+    def __init__(self, samples: Tuple[Tensor, ...], seed: int, epochs: int, lr: float, tick: Tick) -> None:
+        self.lr = lr
         self.x, self.test_x, self.y, self.test_y = samples
         self.epochs, self.tick, self.step = epochs, tick, 0
         self.steps = epochs * math.ceil(len(self.x) / BATCH)
@@ -183,9 +187,9 @@ class Trainer:
 
     def train(self, model: nn.Module, sparse: Any = None, epochs: Optional[int] = None) -> None:
         if isinstance(model, FeatherNet):
-            groups = model.param_groups(FEATHER_LR)
+            groups = model.param_groups(self.lr)
         else:
-            groups = [{"params": list(model.parameters()), "lr": DENSE_LR}]
+            groups = [{"params": list(model.parameters()), "lr": self.lr}]
         optimizer = torch.optim.Adam(groups)
         rates = [group["lr"] for group in groups]
         model.train()
@@ -199,7 +203,7 @@ class Trainer:
                     sparse.before(self.step)
                 optimizer.step()
                 if sparse is not None:
-                    sparse.after(self.step, optimizer)
+                    sparse.after(self.step)
                 self.step += 1
             self.tick()
 
@@ -211,11 +215,11 @@ class Trainer:
 Made = Optional[Tuple[nn.Module, int]]  # a trained net and its bytes; None where the method cannot use that many
 
 
-def dense(trainer: Trainer, budget: int, bits: int = 32) -> Made:
+def dense(trainer: Trainer, budget: int) -> Made:
     """The net as it is, whatever the budget."""
     model = cnn()
     trainer.train(model)
-    return model, number_bytes(model)
+    return model, stored_bytes(model)
 
 
 def narrow(trainer: Trainer, budget: int, bits: int = 32) -> Made:
@@ -233,7 +237,7 @@ def narrow(trainer: Trainer, budget: int, bits: int = 32) -> Made:
     model = cnn(min(close, key=lambda w: abs(math.log(w[1] / w[0] / 2)) + abs(math.log(w[2] / w[1]))))
     quantise(model, bits)
     trainer.train(model)
-    return model, number_bytes(model, bits)
+    return model, stored_bytes(model, bits)
 
 
 def quantise(model: nn.Module, bits: int) -> None:
@@ -249,18 +253,18 @@ def sparse(kind: Any, model: nn.Module, trainer: Trainer, budget: int, bits: int
     """``model`` with as many weights as the budget pays for."""
     quantise(model, bits)
     count = sum(weight.numel() for weight in targets(model))
-    kept = largest(lambda number: number_bytes(model, bits, number) <= budget, count)
+    kept = largest(lambda number: stored_bytes(model, bits, number) <= budget, count)
     trainer.train(model, kind(model, kept, trainer.steps))
     assert sum(int((weight != 0).sum()) for weight in targets(model)) <= kept
-    return model, number_bytes(model, bits, kept)
+    return model, stored_bytes(model, bits, kept)
 
 
 def pruned(trainer: Trainer, budget: int, bits: int = 32) -> Made:
     return sparse(Pruning, cnn(), trainer, budget, bits)
 
 
-def rigl(trainer: Trainer, budget: int, bits: int = 32) -> Made:
-    return sparse(RigL, cnn(), trainer, budget, bits)
+def rigl(trainer: Trainer, budget: int) -> Made:
+    return sparse(RigL, cnn(), trainer, budget, 32)
 
 
 def feather(trainer: Trainer, budget: int, bits: int = 32, share: int = 1) -> Made:
@@ -278,25 +282,25 @@ def feather(trainer: Trainer, budget: int, bits: int = 32, share: int = 1) -> Ma
     else:
         quantise(net, bits)
         trainer.train(net)
-        stored = number_bytes(net, bits)
+        stored = stored_bytes(net, bits)
     if bits < 32:
         net.eval().convert()
+        assert bits < 8 or share > 1 or stored == tensor_bytes(net)  # the sum above is that of the real codes and scales
     return net.deploy(), stored
 
 
 def with_columns(m: int) -> FeatherNet:
     """A FeatherNet with factors of m columns: compress is their size over that of V."""
-    model = cnn()
-    n = math.isqrt(sum(p.numel() for name, p in model.named_parameters() if not name.startswith(("1.", "5."))) - 1) + 1
-    return FeatherNet(model, (2 * m - 1) / n)
+    n = len(FeatherNet(cnn(), 0.5).pool.V1.weight)
+    return FeatherNet(cnn(), (2 * m - 1) / n)
 
 
 def feather_bytes(one: FeatherNet, m: int, bits: int) -> int:
     """From the net of one column."""
-    return number_bytes(one, bits) + math.ceil((m - 1) * 2 * len(one.pool.V1.weight) * bits / 8)
+    return stored_bytes(one, bits) + math.ceil((m - 1) * 2 * len(one.pool.V1.weight) * bits / 8)
 
 
-def nni_agp(trainer: Trainer, budget: int, bits: int = 32) -> Made:
+def nni_agp(trainer: Trainer, budget: int) -> Made:
     """NNI's AGPPruner: the same curve in steps of an epoch, every layer to the same sparsity."""
     from nni.compression.pytorch.pruning import AGPPruner
 
@@ -306,7 +310,7 @@ def nni_agp(trainer: Trainer, budget: int, bits: int = 32) -> Made:
     os.environ.setdefault("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # its own files, which torch 2.6 would not load otherwise
     model = cnn()
     count = sum(weight.numel() for weight in targets(model))
-    kept = largest(lambda number: number_bytes(model, bits, number) <= budget, count)
+    kept = largest(lambda number: stored_bytes(model, kept=number) <= budget, count)
     rises = max(1, int(0.75 * trainer.epochs) - 1)
     left = [1] * rises + [trainer.epochs - rises]
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -317,30 +321,38 @@ def nni_agp(trainer: Trainer, budget: int, bits: int = 32) -> Made:
         pruner.compress()
         _, model, *_ = pruner.get_best_result()
     nonzero = int(sum((weight != 0).sum() for weight in targets(model)))
-    return model, number_bytes(model, bits, nonzero)
+    return model, stored_bytes(model, kept=nonzero)
 
 
-METHODS: Dict[str, Tuple[Callable[..., Made], Dict[str, int]]] = {
-    "narrower dense net": (narrow, {}),
-    "narrower dense net, INT8": (narrow, {"bits": 8}),
-    "gradual pruning": (pruned, {}),
-    "gradual pruning, INT8": (pruned, {"bits": 8}),
-    "gradual pruning, NNI": (nni_agp, {}),
-    "RigL": (rigl, {}),
-    "FeatherNet": (feather, {}),
-    "FeatherNet, INT8": (feather, {"bits": 8}),
-    "FeatherNet, INT4": (feather, {"bits": 4}),
-    "FeatherNet, pruned": (feather, {"share": 2}),
-    "FeatherNet, INT8, pruned": (feather, {"bits": 8, "share": 2}),
+class Method(NamedTuple):
+    """How to make a net, with Adam's rate: the best of three or four on a seed and a split that are not compared."""
+
+    make: Callable[..., Made]
+    lr: float
+    options: Dict[str, int] = {}
+
+
+METHODS: Dict[str, Method] = {
+    "narrower dense net": Method(narrow, 0.01),
+    "narrower dense net, INT8": Method(narrow, 0.01, {"bits": 8}),
+    "gradual pruning": Method(pruned, 0.005),
+    "gradual pruning, INT8": Method(pruned, 0.005, {"bits": 8}),
+    "gradual pruning, NNI": Method(nni_agp, 0.005),
+    "RigL": Method(rigl, 0.01),
+    "FeatherNet": Method(feather, 0.02),
+    "FeatherNet, INT8": Method(feather, 0.02, {"bits": 8}),
+    "FeatherNet, INT4": Method(feather, 0.02, {"bits": 4}),
+    "FeatherNet, pruned": Method(feather, 0.02, {"share": 2}),
+    "FeatherNet, INT8, pruned": Method(feather, 0.02, {"bits": 8, "share": 2}),
 }
 
 
-def available() -> Dict[str, Tuple[Callable[..., Made], Dict[str, int]]]:
+def available() -> Dict[str, Method]:
     """All methods, NNI's pruner where there is one."""
     try:
         from nni.compression.pytorch.pruning import AGPPruner  # noqa: F401
     except ImportError:
-        return {name: method for name, method in METHODS.items() if method[0] is not nni_agp}
+        return {name: method for name, method in METHODS.items() if method.make is not nni_agp}
     return METHODS
 
 
@@ -361,20 +373,25 @@ Results = Dict[str, List[Optional[Result]]]
 def run(compress: List[float], seeds: int, epochs: int) -> Tuple[Result, List[int], Results]:
     """The dense net, the budgets, and every method at every budget."""
     samples, methods = data(), available()
-    budgets = [number_bytes(FeatherNet(cnn(), share)) for share in compress]
+    budgets = [stored_bytes(FeatherNet(cnn(), share)) for share in compress]
     columns = (TextColumn("{task.description:42}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         total = progress.add_task("all", total=seeds * epochs * (1 + len(methods) * len(budgets)))
 
-        def result(name: str, method: Callable[..., Made], options: Dict[str, int], budget: int) -> Optional[Result]:
+        def result(name: str, method: Method, budget: int) -> Optional[Result]:
             task = progress.add_task(f"{name}, {budget:,} B", total=seeds * epochs)
             budget = int(1.005 * budget)  # a scale or two more shall not cost a column
             stored, accuracies = 0, []
+
+            def tick() -> None:
+                progress.advance(task)
+                progress.advance(total)
+
             for seed in range(seeds):
                 torch.manual_seed(seed)
-                trainer = Trainer(samples, seed, epochs, lambda: [progress.advance(bar) for bar in (task, total)] and None)
-                made = method(trainer, budget, **options)
+                trainer = Trainer(samples, seed, epochs, method.lr, tick)
+                made = method.make(trainer, budget, **method.options)
                 if made is None:
                     progress.update(total, advance=seeds * epochs)
                     break
@@ -383,9 +400,9 @@ def run(compress: List[float], seeds: int, epochs: int) -> Tuple[Result, List[in
             progress.remove_task(task)
             return Result(stored, accuracies) if accuracies else None
 
-        whole = result("dense", dense, {}, number_bytes(cnn()))
+        whole = result("dense", Method(dense, 0.005), stored_bytes(cnn()))
         assert whole is not None
-        found = {name: [result(name, *method, budget) for budget in budgets] for name, method in methods.items()}
+        found = {name: [result(name, method, budget) for budget in budgets] for name, method in methods.items()}
     return whole, budgets, found
 
 
