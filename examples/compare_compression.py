@@ -12,12 +12,13 @@ stored, batch norm's statistics included:
 * INT8: one byte a code and a 4-byte scale per tensor; INT4: half a byte (packed; the package itself stores one code a byte).
 
 Pruning follows Zhu and Gupta, "To prune, or not to prune", 2017 (cubic schedule, here over all layers by one threshold), RigL
-Evci et al., "Rigging the Lottery", 2020 (ERK densities). NNI's AGPPruner prunes too, layer by layer, where NNI is 2.6 - 2.10.1.
+Evci et al., "Rigging the Lottery", 2020 (ERK densities). NNI's AGPPruner prunes too, layer by layer, where NNI is 2.6 - 3.0.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import math
 import os
@@ -185,13 +186,11 @@ class Trainer:
         self.steps = epochs * math.ceil(len(self.x) / BATCH)
         self.generator = torch.Generator().manual_seed(seed)
 
-    def train(self, model: nn.Module, sparse: Any = None, epochs: Optional[int] = None) -> None:
-        if isinstance(model, FeatherNet):
-            groups = model.param_groups(self.lr)
-        else:
-            groups = [{"params": list(model.parameters()), "lr": self.lr}]
-        optimizer = torch.optim.Adam(groups)
-        rates = [group["lr"] for group in groups]
+    def train(self, model: nn.Module, sparse: Any = None, epochs: Optional[int] = None, optimizer: Any = None) -> None:
+        if optimizer is None:
+            hashed = isinstance(model, FeatherNet)  # the scalars have a rate of their own
+            optimizer = torch.optim.Adam(model.param_groups(self.lr) if hashed else model.parameters(), lr=self.lr)
+        rates = [group["lr"] for group in optimizer.param_groups]
         model.train()
         for _ in range(self.epochs if epochs is None else epochs):
             for batch in torch.randperm(len(self.x), generator=self.generator).split(BATCH):
@@ -301,27 +300,67 @@ def feather_bytes(one: FeatherNet, m: int, bits: int) -> int:
 
 
 def nni_agp(trainer: Trainer, budget: int) -> Made:
-    """NNI's AGPPruner: the same curve in steps of an epoch, every layer to the same sparsity."""
-    from nni.compression.pytorch.pruning import AGPPruner
-
-    import nni_dataparallel.auto  # noqa: F401 - not needed on one device, and does no harm
+    """NNI's AGPPruner with its LevelPruner: the same curve, every layer to the same sparsity."""
+    import nni_dataparallel.auto  # noqa: F401 - for several devices; on one it changes nothing
 
     logging.getLogger("nni").setLevel(logging.ERROR)
-    os.environ.setdefault("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # its own files, which torch 2.6 would not load otherwise
     model = cnn()
     count = sum(weight.numel() for weight in targets(model))
     kept = largest(lambda number: stored_bytes(model, kept=number) <= budget, count)
+    if agp_release() == 3:
+        model, kept = agp_of_nni3(trainer, model, 1 - kept / count)
+    else:
+        model, kept = agp_of_nni2(trainer, model, 1 - kept / count)
+    return model, stored_bytes(cnn(), kept=kept)
+
+
+def agp_release() -> int:
+    """The line of NNI whose AGPPruner can be imported: 2 is 2.6 - 2.10.1, 0 is none."""
+    for release, module in ((3, "nni.compression.pruning"), (2, "nni.compression.pytorch.pruning")):
+        try:
+            if hasattr(importlib.import_module(module), "AGPPruner"):
+                return release
+        except ImportError:
+            continue
+    return 0
+
+
+def agp_of_nni2(trainer: Trainer, model: nn.Module, sparsity: float) -> Tuple[nn.Module, int]:
+    """An epoch between two prunings, each with a model and so an optimizer of its own."""
+    from nni.compression.pytorch.pruning import AGPPruner
+
+    os.environ.setdefault("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # its own files, which torch 2.6 would not load otherwise
     rises = max(1, int(0.75 * trainer.epochs) - 1)
     left = [1] * rises + [trainer.epochs - rises]
+
+    def finetune(net: nn.Module) -> None:
+        trainer.train(net, epochs=left.pop(0))
+
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = [{"op_types": ["Conv2d", "Linear"], "total_sparsity": 1 - kept / count}]
-        finetune = lambda net: trainer.train(net, epochs=left.pop(0))  # noqa: E731
+        config = [{"op_types": ["Conv2d", "Linear"], "total_sparsity": sparsity}]
         pruner = AGPPruner(model, config, "level", total_iteration=rises, log_dir=folder, finetuner=finetune)
         pruner.compress()
         _, model, *_ = pruner.get_best_result()
-    nonzero = int(sum((weight != 0).sum() for weight in targets(model)))
-    return model, stored_bytes(model, kept=nonzero)
+    return model, sum(int((weight != 0).sum()) for weight in targets(model))
+
+
+def agp_of_nni3(trainer: Trainer, model: nn.Module, sparsity: float) -> Tuple[nn.Module, int]:
+    """Pruned every few steps of one training."""
+    import nni
+    from nni.compression.pruning import AGPPruner, LevelPruner
+    from nni.compression.utils import TorchEvaluator
+
+    def fit(net: nn.Module, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        trainer.train(net, optimizer=optimizer)
+
+    optimizer = nni.trace(torch.optim.Adam)(model.parameters(), lr=trainer.lr)
+    evaluator = TorchEvaluator(fit, optimizer, lambda batch, net: net(batch))
+    config = [{"op_types": ["Conv2d", "Linear"], "target_names": ["weight"], "sparse_ratio": sparsity}]
+    pruner = LevelPruner(model, config, evaluator)
+    times = max(1, int(0.75 * trainer.steps) // Pruning.every)
+    model, masks = AGPPruner(pruner, Pruning.every, times).compress(None, trainer.epochs)
+    return model, int(sum(mask["weight"].sum() for mask in masks.values()))
 
 
 class Method(NamedTuple):
@@ -349,11 +388,7 @@ METHODS: Dict[str, Method] = {
 
 def available() -> Dict[str, Method]:
     """All methods, NNI's pruner where there is one."""
-    try:
-        from nni.compression.pytorch.pruning import AGPPruner  # noqa: F401
-    except ImportError:
-        return {name: method for name, method in METHODS.items() if method.make is not nni_agp}
-    return METHODS
+    return {name: method for name, method in METHODS.items() if method.make is not nni_agp or agp_release()}
 
 
 class Result(NamedTuple):

@@ -16,6 +16,7 @@ import nni_dataparallel
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FOR = {
+    "compare_compression": ">=1.4",
     "ddp_accelerate": ">=2.5,!=3.0rc1",
     "ddp_qat": ">=2.5,!=3.0rc1",
     "feathermap_int8": ">=1.4",
@@ -109,3 +110,28 @@ def test_feathermap_int8(tmp_path: Path) -> None:
     assert dense / 10 < factors < dense / 8  # the norms are not hashed
     assert dense / 22 < int8 < dense / 20
     assert (tmp_path / "feathernet_int8.pth").stat().st_size == int(sizes[-1][2])
+
+
+def test_compare_compression(tmp_path: Path) -> None:
+    """Every method is there, at the bytes of its column; one epoch says nothing of accuracy."""
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("rich")
+    output = run("compare_compression", tmp_path, "--quick", "--output", "sizes.png")
+    tables = [[line.strip("| ").split(" | ") for line in part.splitlines() if line[:2] == "| "] for part in output.split("\n\n")]
+    accuracies, sizes = (table for table in tables if table)
+    budgets = [int(head.split(" B ")[0].replace(",", "")) for head in sizes[0][1:]]
+    assert budgets == [4624, 16784]
+    names = {
+        *("narrower dense net", "narrower dense net, INT8", "gradual pruning", "gradual pruning, INT8", "RigL"),
+        *("FeatherNet", "FeatherNet, INT8", "FeatherNet, INT4", "FeatherNet, pruned", "FeatherNet, INT8, pruned"),
+    }
+    if SpecifierSet(">=2.6,!=3.0rc1").contains(RELEASE, prereleases=True):
+        names.add("gradual pruning, NNI")
+    assert {row[0] for row in sizes[1:]} >= names
+    assert [row[0] for row in accuracies] == ["accuracy, %", *(row[0] for row in sizes[1:])]
+    for name, *stored in sizes[1:]:
+        for number, budget in zip(stored, budgets):
+            assert 0.97 * budget <= int(number.replace(",", "")) <= 1.01 * budget, name
+    for _, *found in accuracies[1:]:
+        assert all(0 <= float(cell.split()[0]) <= 100 for cell in found)
+    assert (tmp_path / "sizes.png").read_bytes().startswith(b"\x89PNG")
