@@ -452,29 +452,35 @@ def show(whole: Result, budgets: List[int], found: Results) -> None:
         print()
 
 
-def plot(whole: Result, found: Results, output: str) -> None:
-    """Accuracy over bytes, the spread of the seeds as bars."""
+def plot(whole: Result, budgets: List[int], found: Results, output: str) -> None:
+    """Test error over bytes, both logarithmic, the spread of the seeds as bars; FeatherNets are drawn through."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    def errors(result: Result) -> List[float]:
+        return [max(0.1, 100 - accuracy) for accuracy in result.accuracies]  # zero has no place on such an axis
+
+    figure, axes = pyplot.subplots(figsize=(8, 5.5), constrained_layout=True)
     for index, (name, results) in enumerate(found.items()):
-        shown = [result for result in results if result is not None]
-        means = [statistics.mean(result.accuracies) for result in shown]
-        low = [mean - min(result.accuracies) for mean, result in zip(means, shown)]
-        high = [max(result.accuracies) - mean for mean, result in zip(means, shown)]
-        style = "-" if name.startswith("FeatherNet") else "--"
+        shown = [(result.stored, errors(result)) for result in results if result is not None]
+        means = [statistics.mean(each) for _, each in shown]
+        bars = [[mean - min(each), max(each) - mean] for mean, (_, each) in zip(means, shown)]
+        style = {"fmt": "o-" if name.startswith("FeatherNet") else "o--", "color": "black" if index == 10 else f"C{index}"}
         # A little apart, so that the bars can be told from each other.
-        places = [result.stored * 1.008 ** (index - len(found) / 2) for result in shown]
-        color = f"C{index % 10}" if index < 10 else "black"
-        axes.errorbar(places, means, [low, high], label=name, fmt=f"o{style}", color=color, markersize=4, linewidth=1.2, capsize=2)
-    axes.axhline(statistics.mean(whole.accuracies), color="grey", linewidth=0.8, label=f"dense, {whole.stored:,} B")
-    axes.set(xscale="log", xlabel="bytes", ylabel="test accuracy, %", title="scikit-learn's digits, equal bytes, equal epochs")
-    axes.legend(fontsize=8, loc="lower right")
+        places = [stored * 1.012 ** (index - len(found) / 2) for stored, _ in shown]
+        axes.errorbar(places, means, list(zip(*bars)), label=name, markersize=4, linewidth=1.2, capsize=2, **style)
+    axes.axhline(statistics.mean(errors(whole)), color="grey", linewidth=0.8, label=f"dense, {whole.stored:,} B")
+    axes.set(
+        xscale="log", yscale="log", xlabel="bytes", ylabel="test error, %", title="scikit-learn's digits, equal bytes and epochs"
+    )
+    axes.set_xticks(budgets, [f"{budget:,}" for budget in budgets])
+    axes.set_yticks([0.5, 1, 2, 5, 10, 20, 50, 90], ["0.5", "1", "2", "5", "10", "20", "50", "90"])
+    axes.minorticks_off()
+    axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
-    figure.savefig(output, dpi=100)
+    figure.savefig(output, dpi=85)
 
 
 if __name__ == "__main__":
@@ -489,5 +495,5 @@ if __name__ == "__main__":
         options.compress, options.seeds, options.epochs = [0.02, 0.1], 1, 1
     everything = run(options.compress, options.seeds, options.epochs)
     show(*everything)
-    plot(everything[0], everything[2], options.output)
+    plot(*everything, options.output)
     print("the picture:", options.output)
