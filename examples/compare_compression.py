@@ -12,7 +12,7 @@ stored, batch norm's statistics included:
 * INT8: one byte a code and a 4-byte scale per tensor; INT4: half a byte (packed; the package itself stores one code a byte).
 
 Pruning follows Zhu and Gupta, "To prune, or not to prune", 2017 (cubic schedule, here over all layers by one threshold), RigL
-Evci et al., "Rigging the Lottery", 2020 (ERK densities). NNI's AGPPruner prunes too, layer by layer, where NNI is 2.6 - 3.0.
+Evci et al., "Rigging the Lottery", 2020 (ERK densities). NNI's AGPPruner prunes too, layer by layer, where NNI is 2.7 - 3.0.
 """
 
 from __future__ import annotations
@@ -233,6 +233,8 @@ def narrow(trainer: Trainer, budget: int, bits: int = 32) -> Made:
     around = [(a, b, c) for a in range(1, 65) for b in range(a, 3 * a) for c in range(max(1, b - 3), b + 4)]
     # Of those within two per cent of the budget, the most alike in shape.
     close = [widths for widths in around if 0.98 * budget <= size(widths) <= budget]
+    if not close:
+        return None
     model = cnn(min(close, key=lambda w: abs(math.log(w[1] / w[0] / 2)) + abs(math.log(w[2] / w[1]))))
     quantise(model, bits)
     trainer.train(model)
@@ -315,7 +317,7 @@ def nni_agp(trainer: Trainer, budget: int) -> Made:
 
 
 def agp_release() -> int:
-    """The line of NNI whose AGPPruner can be imported: 2 is 2.6 - 2.10.1, 0 is none."""
+    """The line of NNI whose AGPPruner can be imported: 2 is 2.7 - 2.10.1, 0 is none."""
     for release, module in ((3, "nni.compression.pruning"), (2, "nni.compression.pytorch.pruning")):
         try:
             if hasattr(importlib.import_module(module), "AGPPruner"):
@@ -465,6 +467,8 @@ def plot(whole: Result, budgets: List[int], found: Results, output: str) -> None
     figure, axes = pyplot.subplots(figsize=(8, 5.5), constrained_layout=True)
     for index, (name, results) in enumerate(found.items()):
         shown = [(result.stored, errors(result)) for result in results if result is not None]
+        if not shown:
+            continue
         means = [statistics.mean(each) for _, each in shown]
         bars = [[mean - min(each), max(each) - mean] for mean, (_, each) in zip(means, shown)]
         style = {"fmt": "o-" if name.startswith("FeatherNet") else "o--", "color": "black" if index == 10 else f"C{index}"}
