@@ -255,6 +255,8 @@ def sparse(kind: Any, model: nn.Module, trainer: Trainer, budget: int, bits: int
     quantise(model, bits)
     count = sum(weight.numel() for weight in targets(model))
     kept = largest(lambda number: stored_bytes(model, bits, number) <= budget, count)
+    if stored_bytes(model, bits, kept) < 0.95 * budget:
+        return None  # nothing to prune
     trainer.train(model, kind(model, kept, trainer.steps))
     assert sum(int((weight != 0).sum()) for weight in targets(model)) <= kept
     return model, stored_bytes(model, bits, kept)
@@ -278,7 +280,8 @@ def feather(trainer: Trainer, budget: int, bits: int = 32, share: int = 1) -> Ma
     net = with_columns(min(half, share * columns))
     if share > 1:
         made = sparse(Pruning, net, trainer, budget, bits)
-        assert made is not None
+        if made is None:
+            return None
         stored = made[1]
     else:
         quantise(net, bits)
