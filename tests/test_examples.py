@@ -16,8 +16,10 @@ import nni_dataparallel
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FOR = {
+    "compare_compression": ">=1.4",
     "ddp_accelerate": ">=2.5,!=3.0rc1",
     "ddp_qat": ">=2.5,!=3.0rc1",
+    "feathermap_int8": ">=1.4",
     "qat_dataparallel": ">=2.5,<3.0rc1",
     "qat_nni3": ">=3.0",
     "slim_pruner_nni2": ">=2.3,<3.0rc1",
@@ -92,3 +94,44 @@ def test_ddp_qat(tmp_path: Path) -> None:
     assert [int(epoch) for epoch in re.findall(r"epoch (\d): loss", again)] == [3, 4]
     losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", output + again)]
     assert losses == sorted(losses, reverse=True)
+
+
+def test_feathermap_int8(tmp_path: Path) -> None:
+    """What is deployed from the file predicts what training saw, in a quarter of the bytes and half a point of float's accuracy."""
+    output = run("feathermap_int8", tmp_path)
+    assert "factors in the file: torch.int8 torch.int8" in output
+    assert "the same prediction on every test image: True" in output
+    exact, shipped = percent(output, "float accuracy"), percent(output, "INT8 accuracy, deployed from the file")
+    assert shipped == percent(output, "quantization-aware accuracy") > 95
+    assert abs(shipped - exact) <= 0.5
+    sizes = re.findall(r"(dense|float factors|INT8 factors) size: (\d+) bytes of tensors, (\d+) bytes of file", output)
+    assert [name for name, _, _ in sizes] == ["dense", "float factors", "INT8 factors"]
+    dense, factors, int8 = (int(tensors) for _, tensors, _ in sizes)
+    assert dense / 10 < factors < dense / 8  # the norms are not hashed
+    assert dense / 22 < int8 < dense / 20
+    assert (tmp_path / "feathernet_int8.pth").stat().st_size == int(sizes[-1][2])
+
+
+def test_compare_compression(tmp_path: Path) -> None:
+    """Every method is there, at the bytes of its column; one epoch says nothing of accuracy."""
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("rich")
+    output = run("compare_compression", tmp_path, "--quick", "--output", "sizes.png")
+    tables = [[line.strip("| ").split(" | ") for line in part.splitlines() if line[:2] == "| "] for part in output.split("\n\n")]
+    accuracies, sizes = (table for table in tables if table)
+    budgets = [int(head.split(" B ")[0].replace(",", "")) for head in sizes[0][1:]]
+    assert budgets == [4624, 16784]
+    names = {
+        *("narrower dense net", "narrower dense net, INT8", "gradual pruning", "gradual pruning, INT8", "RigL"),
+        *("FeatherNet", "FeatherNet, INT8", "FeatherNet, INT4", "FeatherNet, pruned", "FeatherNet, INT8, pruned"),
+    }
+    if SpecifierSet(">=2.7").contains(RELEASE, prereleases=True):
+        names.add("gradual pruning, NNI")
+    assert {row[0] for row in sizes[1:]} >= names
+    assert [row[0] for row in accuracies] == ["accuracy, %", *(row[0] for row in sizes[1:])]
+    for name, *stored in sizes[1:]:
+        for number, budget in zip(stored, budgets):
+            assert 0.97 * budget <= int(number.replace(",", "")) <= 1.01 * budget, name
+    for _, *found in accuracies[1:]:
+        assert all(0 <= float(cell.split()[0]) <= 100 for cell in found)
+    assert (tmp_path / "sizes.png").read_bytes().startswith(b"\x89PNG")
