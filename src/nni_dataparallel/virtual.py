@@ -190,7 +190,8 @@ class _Torch:
     @staticmethod
     def is_autocast_enabled(*args: Any) -> bool:
         if _active.count and not args:
-            return torch.is_autocast_cpu_enabled()
+            # By device since torch 2.4, which deprecates the other.
+            return torch.is_autocast_enabled("cpu") if hasattr(torch, "get_autocast_dtype") else torch.is_autocast_cpu_enabled()
         return torch.is_autocast_enabled(*args)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from .layout import Layout
 from .pool import Pool
 from .report import CompressionReport, bytes_of
 
-__all__ = ["Built", "build", "check_compress"]
+__all__ = ["Built", "build", "check_compress", "plain_on_error"]
 
 
 class Built(NamedTuple):
@@ -24,6 +25,23 @@ class Built(NamedTuple):
     model: nn.Module
     pool: Pool
     report: CompressionReport
+
+
+@contextlib.contextmanager
+def plain_on_error(model: nn.Module) -> Iterator[None]:
+    """Give every layer below ``model`` its class, attributes and Parameters back if the block raises."""
+    kept = [(each, type(each), dict(each.__dict__), dict(each._parameters)) for each in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for each, kind, attributes, parameters in kept:
+            if type(each) is not kind:
+                each.__class__ = kind
+            each.__dict__.clear()
+            each.__dict__.update(attributes)
+            each._parameters.clear()
+            each._parameters.update(parameters)
+        raise
 
 
 def check_compress(compress: Any) -> None:
@@ -37,7 +55,7 @@ def check_compress(compress: Any) -> None:
 def build(
     module: nn.Module, compress: float, choice: Callable[[nn.Module], List[Tensors]], clone: bool, m: Optional[int] = None
 ) -> Built:
-    """Hash what ``choice`` gives no reason to leave out. Whatever can fail comes before the first change.
+    """Hash what ``choice`` gives no reason to leave out.
 
     Parameters
     ----------

@@ -105,7 +105,7 @@ def choose(
     """
     seen: Dict[Any, Tensors] = {}
     for path, module in model.named_modules():
-        whole = _reason_for_module(path, module, classes, paths)
+        whole, own = _reason_for_module(path, module, classes, paths), _taken(module)
         for name in _in_order(module):
             parameter: Any = module._parameters[name]
             key: Union[int, str]
@@ -113,9 +113,11 @@ def choose(
             if nn.parameter.is_lazy(parameter):
                 raise ValueError(f"{full} has no size yet: run the model once, so that its lazy modules know theirs, then wrap it")
             if only is None:
-                reason, key = whole or _reason_for(module, name, parameter), id(parameter)
+                reason, key = whole or own or _reason_for(module, name, parameter), id(parameter)
             else:
                 reason, key = None if full in only else "not hashed in the checkpoint", full
+                if reason is None and own is not None:
+                    raise ValueError(f"{full} is hashed in the checkpoint, but {own}: rename that")
             if reason is None and not parameter.is_floating_point():
                 raise TypeError(f"{full} is {parameter.dtype}: only real floating point weights can be hashed, exclude this layer")
             use = (path, module, name)
@@ -157,9 +159,20 @@ def _reason_for_module(path: str, module: Any, classes: Tuple[type, ...], paths:
     return None
 
 
+def _taken(module: nn.Module) -> Optional[str]:
+    """What the user has under the name of a scalar, which must not be overwritten."""
+    for name in module._parameters:
+        if module._parameters[name] is not None and _is_hashable(module, name) and hasattr(module, name + "_p"):
+            return f"its layer has a {name}_p of its own"
+    return None
+
+
+def _is_hashable(module: nn.Module, name: str) -> bool:
+    return name in ("weight", "bias") or (isinstance(module, nn.MultiheadAttention) and name in _ATTENTION)
+
+
 def _reason_for(module: nn.Module, name: str, parameter: nn.Parameter) -> Optional[str]:
-    attention = isinstance(module, nn.MultiheadAttention) and name in _ATTENTION
-    if name not in ("weight", "bias") and not attention:
+    if not _is_hashable(module, name):
         return "neither weight nor bias"
     if not parameter.requires_grad and parameter.is_floating_point():
         return "frozen"

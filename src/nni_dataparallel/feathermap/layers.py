@@ -29,6 +29,14 @@ class Link:
         self.pool, self.slots, self.order = pool, slots, order
 
 
+def _refuse(layer: nn.Module, name: str) -> None:
+    raise AttributeError(
+        f"{name} of this {type(layer).__name__} is computed from FeatherNet's factors: it can be neither assigned nor "
+        "deleted, so quantizers and pruners cannot wrap this layer. Apply them to net.pool (the linear layers V1 and V2), "
+        "leave the layer out with FeatherNet(..., exclude=...), or take a plain model from net.materialized()."
+    )
+
+
 def _property(name: str, base: type) -> property:
     def read(layer: nn.Module) -> Tensor:
         link = layer.__dict__[_LINK]
@@ -38,11 +46,7 @@ def _property(name: str, base: type) -> property:
             raise RuntimeError(f"{name} of a hashed {base.__name__} cannot be computed: {error}") from error
 
     def refuse(layer: nn.Module, *value: Any) -> None:
-        raise AttributeError(
-            f"{name} of this {type(layer).__name__} is computed from FeatherNet's factors: it can be neither assigned nor "
-            "deleted, so quantizers and pruners cannot wrap this layer. Apply them to net.pool (the linear layers V1 and V2), "
-            "leave the layer out with FeatherNet(..., exclude=...), or take a plain model from net.materialized()."
-        )
+        _refuse(layer, name)
 
     return property(read, refuse, refuse, f"Computed from the pool's factors, times ``{name}_p``.")
 
@@ -60,12 +64,22 @@ def _hashed_class(base: type, names: Tuple[str, ...]) -> type:
             with layer.__dict__[_LINK].pool.reading_once():
                 return base.forward(layer, *args, **kwargs)  # type: ignore[attr-defined]
 
+        def registering(method: str) -> Any:
+            def register(layer: Any, name: str, *args: Any, **kwargs: Any) -> None:
+                if name in names:
+                    _refuse(layer, name)
+                getattr(base, method)(layer, name, *args, **kwargs)
+
+            return register
+
         made = type(base)(
             f"Hashed{base.__name__}",
             (base,),
             {
                 **{name: _property(name, base) for name in names},
                 **({"forward": forward} if issubclass(base, nn.MultiheadAttention) else {}),
+                # Assigning a Parameter registers it: nn.Module does not ask the property.
+                **{method: registering(method) for method in ("register_parameter", "register_buffer")},
                 "__module__": base.__module__,
                 "__doc__": f"``{base.__name__}`` with {' and '.join(names)} from FeatherNet's factors.",
                 "__reduce_ex__": reduce,  # a class made at run time cannot be found by its name
@@ -84,9 +98,9 @@ def _new(base: type, names: Tuple[str, ...], *arguments: Any) -> Any:
 def hash_layer(layer: nn.Module, pool: Pool, slots: Dict[str, int], scalars: Dict[str, nn.Parameter]) -> None:
     """Take a layer's Parameters ``slots`` away; from now on they come from ``pool``, times ``<name>_p``."""
     link = Link(pool, dict(slots), list(layer._parameters))
+    layer.__class__ = _hashed_class(type(layer), tuple(slots))
     for name in slots:
         del layer._parameters[name]
-    layer.__class__ = _hashed_class(type(layer), tuple(slots))
     layer.__dict__[_LINK] = link
     for name, scalar in scalars.items():
         layer.register_parameter(name + "_p", scalar)

@@ -31,6 +31,7 @@ def adopt(module: nn.Module, pool: Pool, state: MutableMapping[str, Any], prefix
     _check_shapes(module, state, f"{prefix}module.", problems)
     if problems:
         raise RuntimeError("this state dict does not fit the FeatherNet, which is unchanged:\n\t" + "\n\t".join(problems))
+    pool.cache = None
     for name, factor in fresh.items():
         setattr(pool, name, factor)
     if fresh:

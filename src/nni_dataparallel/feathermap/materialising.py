@@ -17,7 +17,7 @@ __all__ = ["all_tensors", "plain_model"]
 def all_tensors(model: nn.Module, pool: Pool) -> Dict[int, Tensor]:
     """Every hashed tensor by its slot, without gradient, as evaluation (or deployment, if it is on) computes it."""
     tensors: Dict[int, Tensor] = {}
-    with evaluating(pool), pool.working():
+    with evaluating(pool), pool.working(afresh=True):
         for _, layer, link in hashed_layers(model):
             for name, index in link.slots.items():
                 if index not in tensors:

@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Union
 from torch import nn
 
 from .. import notices
-from .building import Built, build, check_compress
+from .building import Built, build, check_compress, plain_on_error
 from .choosing import Exclude, checked_exclude, choose
 from .converting import int8_factors
 from .integers import Scheme
@@ -95,12 +95,13 @@ class FeatherNet(nn.Module):
         check_compress(compress)
         classes, paths = checked_exclude(exclude, module)
         sign = sign_of_training(module, choose(module, classes, paths))
-        self._adopt(build(module, compress, lambda model: choose(model, classes, paths), clone), compress)
-        self.exclude, self.verbose = exclude, verbose
-        if sign is not None:
-            notices.warn(REPLACED.format(sign))
-        if verbose:
-            print(self.compression_report())
+        with plain_on_error(module):
+            self._adopt(build(module, compress, lambda model: choose(model, classes, paths), clone), compress)
+            self.exclude, self.verbose = exclude, verbose
+            if sign is not None:
+                notices.warn(REPLACED.format(sign))
+            if verbose:
+                print(self.compression_report())
 
     def _adopt(self, built: Built, compress: float) -> None:
         self.compress, self._report, self._modes = compress, built.report, None
@@ -133,12 +134,13 @@ class FeatherNet(nn.Module):
         names, n, m = hashed_names(state, module)
         net = cls.__new__(cls)
         nn.Module.__init__(net)
-        net._adopt(build(module, 2 * m / n, lambda model: choose(model, only=names), clone, m), min(1.0, 2 * m / n))
-        net.exclude, net.verbose = (), False
-        try:
-            net.load_state_dict(state)
-        except RuntimeError as error:
-            raise ValueError(f"the checkpoint does not fit this model: {error}") from error
+        with plain_on_error(module):
+            net._adopt(build(module, 2 * m / n, lambda model: choose(model, only=names), clone, m), min(1.0, 2 * m / n))
+            net.exclude, net.verbose = (), False
+            try:
+                net.load_state_dict(state)
+            except RuntimeError as error:
+                raise ValueError(f"the checkpoint does not fit this model: {error}") from error
         return net
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +164,7 @@ class FeatherNet(nn.Module):
     def train(self, mode: bool = True) -> FeatherNet:
         """Set the mode; training ends a deployment. Returns ``self``."""
         if mode:
-            self.pool.deployed, self._modes = False, None
+            self.pool.deployed, self.pool.cache, self._modes = False, None, None
         super().train(mode)
         return self
 
@@ -209,7 +211,7 @@ class FeatherNet(nn.Module):
                 "the factors are INT8 or wrapped by a toolkit already: one of both quantises them. Load the float checkpoint, or "
                 "leave prepare_qat() out"
             )
-        self.pool.scheme = scheme
+        self.pool.scheme, self.pool.cache = scheme, None
         return self
 
     def convert(self, bits: Optional[int] = None, per_row: Optional[bool] = None) -> FeatherNet:
@@ -241,7 +243,8 @@ class FeatherNet(nn.Module):
     def cached(self) -> Iterator[FeatherNet]:
         """Compute all weights once and use them for every forward in the block, in all threads of this net.
 
-        For many small batches. The weights take a dense model's memory meanwhile, and do not follow changes of the factors.
+        For many small batches. The weights take a dense model's memory meanwhile. They do not follow writes to the factors, but
+        an inner block computes them anew, and after loading, converting, ``train()``, another dtype or device none are kept.
 
         Raises
         ------
@@ -250,12 +253,8 @@ class FeatherNet(nn.Module):
         """
         if self.training:
             raise RuntimeError("cached() keeps weights without gradients: call eval() or deploy() first")
-        outer = self.pool.cache
-        self.pool.cache = all_tensors(self.module, self.pool)
-        try:
+        with self.pool.keeping(all_tensors(self.module, self.pool)):
             yield self
-        finally:
-            self.pool.cache = outer
 
     def materialized(self) -> nn.Module:
         """A plain model with today's weights, as evaluation computes them; tied weights are tied.

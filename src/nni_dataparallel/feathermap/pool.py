@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import replicas
-from .factors import Factors, Int8Factor, is_plain
+from .factors import Factors, Int8Factor, is_plain, weight_of
 from .integers import Scheme
 from .layout import Layout
-from .tracing import compiling
+from .tracing import autocasting, compiling
 
 __all__ = ["Pool"]
 
@@ -34,6 +34,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
+_counting = threading.Lock()  # not on the pool: locks cannot be copied
 
 
 class Pool(nn.Module):
@@ -50,6 +51,7 @@ class Pool(nn.Module):
         self.scheme: Optional[Scheme] = None
         self.deployed = False
         self.cache: Optional[Dict[int, Tensor]] = None
+        self.blocks = 0
         v1, v2 = self.new_factor(dtype, device), self.new_factor(dtype, device)
         # Uniform, std(V) = 1. Drawn as FeatherMap does, so that a seed gives the same net.
         bound = math.sqrt(12) / 2 * (layout.m ** (-1 / 4))
@@ -63,6 +65,7 @@ class Pool(nn.Module):
     def set_factors(self, v1: nn.Module, v2: nn.Module) -> None:
         """Put both factors into another form."""
         self.V1, self.V2 = v1.train(self.training), v2.train(self.training)
+        self.cache = None
 
     def new_factor(self, dtype: torch.dtype, device: torch.device) -> nn.Linear:
         """An uninitialised factor of this layout."""
@@ -70,7 +73,12 @@ class Pool(nn.Module):
         return made
 
     def __getstate__(self) -> Dict[str, Any]:
-        return {**self.__dict__, "cache": None}
+        return {**self.__dict__, "cache": None, "blocks": 0}
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Pool:
+        self.cache = None  # of another dtype or on another device
+        super()._apply(*args, **kwargs)
+        return self
 
     def forward(self, *args: Any) -> Any:
         """The pool is asked for tensors, not called."""
@@ -108,17 +116,31 @@ class Pool(nn.Module):
         return _Shared(factors, [piece.view(slot.shape) for piece, slot in zip(pieces, self.layout.slots)])
 
     @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
-        """The block of one forward: what its tensors share is computed once."""
-        if self.cache is not None and not self.training:
+    def keeping(self, tensors: Dict[int, Tensor]) -> Iterator[None]:
+        """Answer with these tensors inside the block; the last of several blocks to end, in whatever thread, ends that."""
+        with _counting:
+            self.cache = tensors
+            self.blocks += 1
+        try:
+            yield
+        finally:
+            with _counting:
+                self.blocks -= 1
+                if not self.blocks:
+                    self.cache = None
+
+    @contextlib.contextmanager
+    def working(self, afresh: bool = False) -> Iterator[None]:
+        """The block of one forward: what its tensors share is computed once, whatever is kept if ``afresh``."""
+        if self.cache is not None and not self.training and not afresh:
             yield
             return
         here, key = _here.forwards, id(self)
         outer = here.get(key)
-        if outer is not None and outer.grad == torch.is_grad_enabled():  # the net calls itself
+        if outer is not None and outer.grad == torch.is_grad_enabled() and not afresh:  # the net calls itself
             yield
             return
-        with _full_precision():
+        with _full_precision(weight_of(self.V1)):
             here[key] = self._compute()
         try:
             yield
@@ -143,9 +165,12 @@ class Pool(nn.Module):
 
     def tensor(self, index: int, scalar: Tensor) -> Tensor:
         """Hashed tensor ``index`` times ``scalar``, in ``scalar``'s dtype and on its device."""
-        if self.cache is not None and not self.training:
-            return self.cache[index]
         shared = None if compiling() else _here.forwards.get(id(self))
+        cache = self.cache
+        if shared is None and cache is not None and not self.training:
+            kept = cache[index]
+            if kept.dtype == scalar.dtype and kept.device == scalar.device:
+                return kept
         if shared is None or shared.memo is None:
             return self._tensor(index, scalar, shared)
         key = (index, torch.is_grad_enabled())
@@ -157,7 +182,7 @@ class Pool(nn.Module):
         slot = self.layout.slots[index]
         if shared is not None and torch.is_grad_enabled() and not shared.grad:
             shared = None  # made without a graph, and here one is wanted
-        with _full_precision():
+        with _full_precision(scalar):
             if shared is not None:
                 factors, piece = shared.factors, None if shared.pieces is None else shared.pieces[index]
             else:
@@ -171,13 +196,10 @@ class Pool(nn.Module):
         return result.to(scalar.device, scalar.dtype)
 
 
-def _full_precision() -> ContextManager[Any]:
-    """No autocast: a V in half precision would be another V."""
-    if torch.is_autocast_enabled():
-        return torch.autocast("cuda", enabled=False)
-    if torch.is_autocast_cpu_enabled():
-        return torch.autocast("cpu", enabled=False)
-    return contextlib.nullcontext()
+def _full_precision(like: Tensor) -> ContextManager[Any]:
+    """No autocast on a tensor's device: a V in half precision would be another V."""
+    kind = like.device.type
+    return torch.autocast(kind, enabled=False) if autocasting(kind) else contextlib.nullcontext()
 
 
 def _unsaved() -> ContextManager[Any]:
