@@ -191,6 +191,7 @@ def test_a_damaged_state_dict_changes_nothing() -> None:
     """Names too many or too few, codes of another type, scales of another shape, norms of another size."""
     net = FeatherNet(Digits(), 0.2)
     good = FeatherNet(Digits(), 0.2).convert().state_dict()
+    float_state = FeatherNet(Digits(), 0.2).state_dict()
     before = snapshot(net)
     without = {key: value for key, value in good.items() if key != "module.fc1.weight_p"}
     for state, text in (
@@ -199,6 +200,17 @@ def test_a_damaged_state_dict_changes_nothing() -> None:
         ({**good, "pool.V1.qweight": good["pool.V1.qweight"].float()}, r"pool\.V1\.qweight is torch\.float32"),
         ({**good, "pool.V1.scale": torch.ones(3, 1)}, r"pool\.V1\.scale is \(3, 1\)"),
         ({**good, "pool.V1.scale": good["pool.V1.scale"] * float("nan")}, r"pool\.V1\.scale is not finite"),
+        ({**good, "pool.V1.scale": -good["pool.V1.scale"]}, r"pool\.V1\.scale is not positive"),
+        ({**good, "pool.V1.scale": good["pool.V1.scale"] * 0}, r"pool\.V1\.scale is not positive"),
+        ({**good, "pool.V1.scale": good["pool.V1.scale"].int()}, r"pool\.V1\.scale is torch\.int32"),
+        ({**good, "pool.V1.scale": good["pool.V1.scale"].to(torch.complex64)}, r"pool\.V1\.scale is torch\.complex64"),
+        ({**good, "pool.V1.scale": "x"}, r"pool\.V1\.scale is str"),
+        ({**good, "pool.V1.zero_point": "x"}, r"pool\.V1\.zero_point is str"),
+        ({**good, "pool.V1.zero_point": good["pool.V1.scale"]}, r"pool\.V1\.zero_point is torch\.float32"),
+        ({**good, "pool.V1.qweight": "x"}, r"pool\.V1\.qweight is a str"),
+        ({**float_state, "pool.V1.weight": float_state["pool.V1.weight"].int()}, r"pool\.V1\.weight is torch\.int32"),
+        ({**float_state, "pool.V1.weight": float_state["pool.V1.weight"].to(torch.complex64)}, r"weight is torch\.complex64"),
+        ({**float_state, "module.fc1.weight_p": torch.tensor([float("nan")])}, r"module\.fc1\.weight_p is not finite"),
         ({**good, "module.bn1.weight": torch.ones(5)}, r"module\.bn1\.weight: \(5,\) in the file, \(32,\) in this net"),
         ({key: value for key, value in good.items() if "V2" not in key}, r"pool\.V2"),
         ({key: value for key, value in good.items() if key != "module.bn1.weight"}, r"module\.bn1\.weight"),
@@ -206,6 +218,49 @@ def test_a_damaged_state_dict_changes_nothing() -> None:
         with pytest.raises(RuntimeError, match=text):
             net.load_state_dict(state)
         assert_unchanged(net, before)
+
+
+def test_one_factor_in_int8_is_no_file() -> None:
+    """strict=False or not, into a float or an INT8 net: nothing could be computed, shipped or mended from it."""
+    good = FeatherNet(nn.Linear(9, 9), 0.5).convert().state_dict()
+    floats = FeatherNet(nn.Linear(9, 9), 0.5).state_dict()
+    only_v1 = {key: value for key, value in good.items() if "V2" not in key}
+    float_v1 = {key: value for key, value in floats.items() if "V2" not in key}
+    mixed = {**only_v1, "pool.V2.weight": floats["pool.V2.weight"]}
+    for net, state, text in (
+        (FeatherNet(nn.Linear(9, 9), 0.5), only_v1, r"pool\.V1 INT8 and pool\.V2 missing"),
+        (FeatherNet(nn.Linear(9, 9), 0.5), mixed, r"pool\.V1 INT8 and pool\.V2 float"),
+        (FeatherNet(nn.Linear(9, 9), 0.5).convert(), float_v1, r"pool\.V1 float and pool\.V2 missing"),
+    ):
+        before = snapshot(net)
+        with pytest.raises(RuntimeError, match=text):
+            net.load_state_dict(state, strict=False)
+        assert_unchanged(net, before)
+    net = FeatherNet(nn.Linear(9, 9), 0.5)
+    net.load_state_dict(float_v1, strict=False)
+    assert torch.equal(net.pool.V1.weight, floats["pool.V1.weight"])
+
+
+def test_a_scalar_that_is_not_finite_is_not_shipped() -> None:
+    """convert() names it and changes nothing."""
+    net = FeatherNet(nn.Sequential(nn.Linear(9, 9)), 0.5)
+    with torch.no_grad():
+        net.module[0].bias_p.fill_(float("nan"))
+    with pytest.raises(ValueError, match=r"module\.0\.bias_p is NaN"):
+        net.convert()
+    assert isinstance(net.pool.V1, nn.Linear)
+
+
+def test_numbers_of_any_kind_and_switches_of_one() -> None:
+    """NumPy's scalars count as numbers; per_row is a bool; the model itself cannot be excluded."""
+    numpy = pytest.importorskip("numpy")
+    net = FeatherNet(nn.Linear(9, 9), numpy.float32(0.5)).prepare_qat(numpy.int64(4))
+    assert type(net.compress) is float
+    assert type(net.pool.scheme.bits) is int
+    with pytest.raises(TypeError, match="per_row is True or False, not 'no'"):
+        net.prepare_qat(per_row="no")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the model itself"):
+        FeatherNet(nn.Linear(9, 9), exclude="")
 
 
 def test_a_truncated_file_is_no_file() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_the_state_dict_holds_int8_and_loads_safely() -> None:
     assert all(torch.equal(a, b) for a, b in zip(state.values(), other.state_dict().values()))
     floats = digits_net(seed=7)
     other.load_state_dict(through_file(floats.state_dict()))
-    assert torch.equal(other.eval()(X), floats.eval()(X))
+    assert torch.equal(other.eval()(X), floats.prepare_qat().eval()(X))
     assert other.pool.V1.weight.requires_grad
     per_tensor = digits_net().convert(8, False)
     net.load_state_dict(per_tensor.state_dict())
@@ -124,6 +125,23 @@ def test_a_converted_net_trains_what_is_left() -> None:
     optimizer.step()
     assert not torch.equal(net.module.conv1.weight_p, before)
     assert torch.equal(net.pool.V1.qweight, codes)
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_float_file_after_an_int8_one_goes_on_as_before(converted: bool) -> None:
+    """The scheme of training and what is frozen survive the INT8 form, loaded or converted to."""
+    net = digits_net().prepare_qat(4)
+    net.pool.V1.requires_grad_(False)
+    own, x = copy.deepcopy(net.state_dict()), torch.randn(2, 1, 8, 8)
+    wanted = net.eval()(x)
+    if converted:
+        net.convert()
+    else:
+        net.load_state_dict(digits_net(seed=1).convert().state_dict())
+    net.load_state_dict(own)
+    assert torch.equal(net(x), wanted)
+    assert net.pool.scheme == (4, True)
+    assert (net.pool.V1.weight.requires_grad, net.pool.V2.weight.requires_grad) == (False, True)
 
 
 def test_a_row_of_zeros_is_no_nan() -> None:

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize, prune
 
 import nni_dataparallel
 from nni_dataparallel import rehearse
-from nni_dataparallel.feathermap import FeatherNet
+from nni_dataparallel.feathermap import FeatherNet, Int8Factor
 
 BATCHES = [torch.randn(size, 1, 8, 8, generator=torch.Generator().manual_seed(size)) for size in (6, 5, 4)]
 needs_nni = pytest.mark.skipif(is_first(RELEASE) or RELEASE == "3.0rc1", reason="QAT_Quantizer of NNI 2.x, QATQuantizer of 3.0")
@@ -244,7 +244,7 @@ class Halved(nn.Module):
 def test_two_quantizers_on_the_factors_are_refused() -> None:
     """prepare_qat() on top of a toolkit, or convert(bits) in its place."""
     net = net_of()
-    prune.identity(net.pool.V1, "weight")
+    parametrize.register_parametrization(net.pool.V1, "weight", Halved())
     with pytest.raises(RuntimeError, match="one of both"):
         net.prepare_qat()
     with pytest.raises(ValueError, match="without arguments"):
@@ -252,3 +252,34 @@ def test_two_quantizers_on_the_factors_are_refused() -> None:
     with pytest.raises(ValueError, match="int8 weights only"):
         net.convert()
     assert isinstance(net.pool.V1, nn.Linear)
+
+
+def test_a_toolkit_after_prepare_qat_is_refused() -> None:
+    """At the next forward and at convert(): the factors would be quantised twice. Pruning is none of it."""
+    quantization, qconfig = ao()
+    net = net_of().prepare_qat().train()
+    prune.l1_unstructured(net.pool.V1, "weight", amount=0.5)
+    net(BATCHES[0])
+    prune.remove(net.pool.V1, "weight")
+    net.pool.qconfig = qconfig
+    quantization.prepare_qat(net, inplace=True)
+    for call in (lambda: net(BATCHES[0]), net.convert, net.deploy().materialized):
+        with pytest.raises(RuntimeError, match=r"pool\.V1 is quantised twice, by prepare_qat\(\) and by torch\.ao"):
+            call()
+    assert not isinstance(net.pool.V1, Int8Factor)
+
+
+def test_nni_after_prepare_qat_is_refused() -> None:
+    """With the remedy, when NNI or the user runs the net."""
+    with pytest.raises(RuntimeError, match=r"(?s)quantised twice, by prepare_qat\(\) and by NNI.*Leave prepare_qat\(\) out"):
+        trained_by_nni(net_of().prepare_qat())
+
+
+def test_a_pruned_factor_says_how_it_is_converted() -> None:
+    """The mask is a hook; made permanent, its zeros are shipped."""
+    net = net_of()
+    prune.l1_unstructured(net.pool.V1, "weight", amount=0.5)
+    with pytest.raises(ValueError, match=r"prune\.remove\(net\.pool\.V1, 'weight'\)"):
+        net.convert()
+    prune.remove(net.pool.V1, "weight")
+    assert float((net.convert().pool.V1.qweight == 0).float().mean()) >= 0.5

@@ -134,6 +134,15 @@ def test_what_upstream_untied_stays_untied() -> None:
         assert not torch.equal(net.module.head.weight, net.module.embedding.weight)
 
 
+@pytest.mark.parametrize("wrong", ["x", None, 3, torch.ones(3), torch.ones(2, 2, 2)])
+def test_a_factor_that_is_no_matrix_is_refused(wrong: Any) -> None:
+    """Either of them, with a ValueError."""
+    state = fixture(Digits(), 0.2)
+    for name in ("_V1", "_V2"):
+        with pytest.raises(ValueError, match="factor"):
+            FeatherNet.from_upstream({**state, name: wrong}, Digits())
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     """Names, shapes, missing factors, a file cut short: each is said."""
     state = fixture(Digits(), 0.2)

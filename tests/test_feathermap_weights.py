@@ -145,6 +145,27 @@ def test_tied_weights_stay_tied() -> None:
     assert list(plain.state_dict()) == list(Tied().state_dict())
 
 
+class Padded(nn.Module):
+    """A tied embedding with padding, before or after the layer that shares its weight."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        embedding, head = nn.Embedding(12, 8, padding_idx=2), nn.Linear(8, 12, bias=False)
+        head.weight = embedding.weight
+        for name in ("embedding", "head") if first else ("head", "embedding"):
+            self.add_module(name, embedding if name == "embedding" else head)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_padding_row_of_a_tied_embedding_is_zero(first: bool) -> None:
+    """For every use and in the plain model, whichever of them comes first."""
+    net = FeatherNet(Padded(first), 0.5)
+    for each in (net.module, net.eval().module, net.deploy().module, net.materialized()):
+        assert not bool(each.embedding.weight[2].any())
+        assert torch.equal(each.head.weight, each.embedding.weight)
+        assert bool(each.head.weight[1].any())
+
+
 def test_a_tie_to_what_is_left_out_leaves_both() -> None:
     """A weight that a frozen, excluded or recurrent layer shares stays one dense Parameter."""
     net = FeatherNet(Tied(), 0.5, exclude=nn.Embedding)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+from numbers import Real
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
@@ -44,12 +45,14 @@ def plain_on_error(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def check_compress(compress: Any) -> None:
-    """Raise for what is no ratio."""
-    if isinstance(compress, bool) or not isinstance(compress, (int, float)):
+def check_compress(compress: Any) -> float:
+    """``compress`` as a Python number; raises for what is no ratio."""
+    if isinstance(compress, bool) or not isinstance(compress, Real):
         raise TypeError(f"compress is a number, not {compress!r}")
-    if not 0 < compress <= 1:
+    ratio = float(compress)
+    if not 0 < ratio <= 1:
         raise ValueError(f"compress is {compress}: the factors' size over the weights', above 0 and at most 1")
+    return ratio
 
 
 def build(

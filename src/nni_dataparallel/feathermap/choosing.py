@@ -56,9 +56,10 @@ class Tensors(NamedTuple):
 
     @property
     def zero_row(self) -> Optional[int]:
-        """The row that an embedding keeps at zero."""
-        module: Any = self.uses[0][1]
-        return module.padding_idx if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and self.reason is None else None
+        """The row that an embedding keeps at zero, for every use of a tied weight, wherever the embedding comes among them."""
+        modules: List[Any] = [module for _, module, _ in self.uses if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+        rows = [module.padding_idx for module in modules if module.padding_idx is not None]
+        return rows[0] if rows and self.reason is None else None
 
 
 def checked_exclude(exclude: Any, model: nn.Module) -> Tuple[Tuple[type, ...], Tuple[str, ...]]:
@@ -67,6 +68,8 @@ def checked_exclude(exclude: Any, model: nn.Module) -> Tuple[Tuple[type, ...], T
     paths = {path for path, _ in model.named_modules()}
     for item in given:
         if isinstance(item, str):
+            if not item:
+                raise ValueError("exclude names '', the model itself: nothing would be hashed")
             if item not in paths:
                 raise ValueError(f"exclude names {item!r}, which is no module of the model: {_listed(paths)}")
         elif not isinstance(item, type):

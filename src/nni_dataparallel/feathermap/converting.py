@@ -7,12 +7,14 @@ from typing import Iterator, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
-from .factors import Int8Factor, effective, is_plain
+from .factors import Int8Factor, effective, is_plain, is_trained
 from .integers import Scheme, codes_on_grid, quantise
+from .layers import hashed_layers
 from .pool import Pool
 
-__all__ = ["evaluating", "int8_factors"]
+__all__ = ["check_scalars", "evaluating", "int8_factors"]
 
 
 @contextlib.contextmanager
@@ -27,6 +29,17 @@ def evaluating(*roots: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def check_scalars(model: nn.Module) -> None:
+    """Raise if a scalar is not finite: its layer would be NaN in the file that is shipped."""
+    for path, layer, link in hashed_layers(model):
+        for name in link.slots:
+            if not bool(torch.isfinite(getattr(layer, name + "_p")).all()):
+                where = f"{path}.{name}_p" if path else f"{name}_p"
+                raise ValueError(
+                    f"module.{where} is NaN or infinite: training diverged. Load an earlier checkpoint; the net is unchanged"
+                )
 
 
 def int8_factors(pool: Pool, bits: Optional[int], per_row: Optional[bool]) -> Tuple[Int8Factor, Int8Factor]:
@@ -45,6 +58,7 @@ def int8_factors(pool: Pool, bits: Optional[int], per_row: Optional[bool]) -> Tu
             )
     if given and not pool.plain:
         raise ValueError("a toolkit quantises the factors and has its own bits: call convert() without arguments")
+    pool.refuse_two_quantizers()
     with evaluating(pool):
         return _int8(pool, "V1", scheme), _int8(pool, "V2", scheme)
 
@@ -54,10 +68,15 @@ def _int8(pool: Pool, name: str, scheme: Scheme) -> Int8Factor:
     matrix = effective(factor, pool.layout.m)
     _check_finite(matrix, f"pool.{name}")
     if is_plain(factor) or pool.scheme is not None:
-        return Int8Factor(*quantise(matrix, scheme))
+        return Int8Factor(*quantise(matrix, scheme), trained=is_trained(factor))
     if torch.finfo(matrix.dtype).bits < 32:
         raise TypeError(f"pool.{name} is {matrix.dtype}, too coarse to tell a toolkit's scale from: net.float() first")
     found = codes_on_grid(matrix)
+    if found is None and prune.is_pruned(factor):
+        raise ValueError(
+            f"pool.{name} is pruned by torch.nn.utils.prune, which keeps its mask as a hook: call "
+            f"torch.nn.utils.prune.remove(net.pool.{name}, 'weight') to make it permanent, then convert(). The net is unchanged"
+        )
     if found is None:
         raise ValueError(
             f"pool.{name} is wrapped ({type(factor).__name__}), but its values are not multiples of one scale per row within 8 "
@@ -65,7 +84,7 @@ def _int8(pool: Pool, name: str, scheme: Scheme) -> Int8Factor:
             "start step), or it quantises the layer's output as well, or with more bits: ask it for int8 weights only."
         )
     codes, scale, zero_point = found
-    return Int8Factor(codes, scale, zero_point if bool(zero_point.any()) else None)
+    return Int8Factor(codes, scale, zero_point if bool(zero_point.any()) else None, is_trained(factor))
 
 
 def _check_finite(matrix: Tensor, name: str) -> None:

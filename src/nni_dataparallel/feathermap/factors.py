@@ -11,7 +11,7 @@ from .integers import Scheme, quantise
 from .layout import Slot
 from .tracing import traced
 
-__all__ = ["Factors", "Int8Factor", "effective", "is_plain", "weight_of"]
+__all__ = ["Factors", "Int8Factor", "effective", "is_plain", "is_trained", "weight_of"]
 
 
 class Int8Factor(nn.Module):
@@ -25,14 +25,20 @@ class Int8Factor(nn.Module):
         (n, 1), or (1, 1) for the whole matrix; floating point. The factor is ``(codes - zero_point) * scale``.
     zero_point
         (n, 1), whole numbers, for a toolkit's grid that is not symmetric. Left out of the state dict if there is none.
+    trained
+        Whether the float factor required gradients.
     """
 
     qweight: Tensor
     scale: Tensor
     zero_point: Optional[Tensor]
 
-    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Optional[Tensor] = None) -> None:
+    trained: bool = True
+    """``requires_grad`` of the float factor, for when one is loaded again."""
+
+    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Optional[Tensor] = None, trained: bool = True) -> None:
         super().__init__()
+        self.trained = trained
         self.register_buffer("qweight", codes.detach().to(torch.int8).contiguous())
         self.register_buffer("scale", scale.detach().clone())
         self.register_buffer("zero_point", None if zero_point is None else zero_point.detach().to(torch.int16))
@@ -60,6 +66,11 @@ def is_plain(factor: nn.Module) -> bool:
         and not factor._forward_hooks
         and not factor._forward_pre_hooks
     )
+
+
+def is_trained(factor: nn.Module) -> bool:
+    """Whether a factor, or the float factor it was made of, requires gradients."""
+    return factor.trained if isinstance(factor, Int8Factor) else any(p.requires_grad for p in factor.parameters())
 
 
 def effective(factor: nn.Module, m: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import NamedTuple, Optional, Tuple
 
 import torch
@@ -23,11 +24,13 @@ class Scheme(NamedTuple):
 
     def checked(self) -> Scheme:
         """The scheme itself, if it makes sense; ``ValueError`` or ``TypeError`` if not."""
-        if isinstance(self.bits, bool) or not isinstance(self.bits, int):
+        if not isinstance(self.per_row, bool):
+            raise TypeError(f"per_row is True or False, not {self.per_row!r}")
+        if isinstance(self.bits, bool) or not isinstance(self.bits, Integral):
             raise TypeError(f"bits is a whole number from 2 to 8, not {self.bits!r}")
         if not 2 <= self.bits <= 8:
             raise ValueError(f"bits is {self.bits}: the factors can have 2 to 8 bits, since they are stored as int8")
-        return self
+        return Scheme(int(self.bits), self.per_row)
 
 
 def round_through(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from .. import notices
 from .building import Built, build, check_compress, plain_on_error
 from .choosing import Exclude, checked_exclude, choose
-from .converting import int8_factors
+from .converting import check_scalars, int8_factors
 from .integers import Scheme
 from .layers import apart, follow
 from .loading import adopt, unchanged_on_error
@@ -92,7 +92,7 @@ class FeatherNet(nn.Module):
     ) -> None:
         super().__init__()
         refuse_wrong_order(module)
-        check_compress(compress)
+        compress = check_compress(compress)
         classes, paths = checked_exclude(exclude, module)
         sign = sign_of_training(module, choose(module, classes, paths))
         with plain_on_error(module):
@@ -228,15 +228,15 @@ class FeatherNet(nn.Module):
         Raises
         ------
         ValueError
-            A factor holds NaN, or is on no symmetric grid of 8 bits. The net is unchanged.
+            A factor or a scalar holds NaN, or a factor is on no symmetric grid of 8 bits. The net is unchanged.
         RuntimeError
             The factors are INT8 already.
         """
+        check_scalars(self.module)
         factors = int8_factors(self.pool, bits, per_row)
         if not self.pool.plain:
             self._buffers.pop("steps", None)  # NNI 2.x counts on the model; strict loading would miss it elsewhere
         self.pool.set_factors(*factors)
-        self.pool.scheme = None
         return self
 
     @contextlib.contextmanager

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import nn
 
 from .layers import hashed_layers
+from .marks import quantised_by
 
 __all__ = ["refuse_wrong_order"]
-
-
-def _quantised_by(module: Any) -> Optional[str]:
-    """Which toolkit has been at this module before, by marks that need none of them installed."""
-    state = module.__dict__
-    home = type(module).__module__
-    if home.startswith("nni.") or "_nni_wrapper" in state:
-        return "NNI"
-    if "weight_fake_quant" in module._modules or "activation_post_process" in module._modules:
-        return "torch.ao"
-    if ".quantized" in home and home.startswith("torch."):
-        return "torch.ao"
-    if type(module).__name__.endswith("FakeQuantize"):
-        return "torch.ao"
-    return None
 
 
 def refuse_wrong_order(model: Any) -> None:
@@ -48,7 +34,7 @@ def refuse_wrong_order(model: Any) -> None:
             )
         if isinstance(module, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
             raise TypeError(f"the model is compiled by torch.jit ({where}): wrap the Python model")
-        toolkit = _quantised_by(module)
+        toolkit = quantised_by(module)
         if toolkit is not None:
             raise ValueError(
                 f"the model was quantised or wrapped by {toolkit} before ({where} is a {type(module).__name__}). FeatherNet first, "

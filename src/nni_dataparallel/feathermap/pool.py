@@ -14,6 +14,7 @@ from .. import replicas
 from .factors import Factors, Int8Factor, is_plain, weight_of
 from .integers import Scheme
 from .layout import Layout
+from .marks import quantizer_of
 from .tracing import autocasting, compiling
 
 __all__ = ["Pool"]
@@ -97,6 +98,18 @@ class Pool(nn.Module):
         """The factors as they are now; quantised, if the pool trains quantization-aware."""
         return Factors.of(self.V1, self.V2, self.layout.m, self.scheme)
 
+    def refuse_two_quantizers(self) -> None:
+        """Raise where ``prepare_qat()`` and a toolkit both quantise; pruned or parametrised factors it does quantise."""
+        for name, factor in (("V1", self.V1), ("V2", self.V2)):
+            if self.scheme is None or isinstance(factor, Int8Factor) or is_plain(factor):
+                continue
+            toolkit = next((found for found in map(quantizer_of, factor.modules()) if found is not None), None)
+            if toolkit is not None:
+                raise RuntimeError(
+                    f"pool.{name} is quantised twice, by prepare_qat() and by {toolkit}: one of both. Leave prepare_qat() out and "
+                    "apply the toolkit to a new FeatherNet, or unwrap the factors and keep prepare_qat()"
+                )
+
     @property
     def _in_pieces(self) -> bool:
         """Whether a forward computes V as a whole, once, and cuts it.
@@ -107,6 +120,7 @@ class Pool(nn.Module):
         return not (self.deployed or quantised)
 
     def _compute(self) -> _Shared:
+        self.refuse_two_quantizers()
         factors = self.factors()
         if not self._in_pieces:
             return _Shared(factors, None)

@@ -47,6 +47,9 @@ def read(checkpoint: Any) -> Dict[str, Tensor]:
         raise ValueError(
             f"{where} has no factors _V1 and _V2: it was not saved from a FeatherNet. It has {', '.join(list(state)[:5])}"
         )
+    for key in ("pool.V1.weight", "pool.V2.weight"):
+        if not isinstance(state[key], Tensor):
+            raise ValueError(f"{where} holds a {type(state[key]).__name__} as a factor ({key}), where a Tensor was expected")
     return state
 
 
@@ -64,7 +67,9 @@ def translate(state: MutableMapping[str, Any], prefix: str = "") -> None:
     for v1, v2 in _FACTORS:
         if prefix + v1 in state and prefix + v2 in state:
             state[prefix + "pool.V1.weight"] = state.pop(prefix + v1)
-            state[prefix + "pool.V2.weight"] = state.pop(prefix + v2).t().contiguous()
+            right = state.pop(prefix + v2)
+            matrix = isinstance(right, Tensor) and right.dim() == 2  # whatever else it is, its checks come later
+            state[prefix + "pool.V2.weight"] = right.t().contiguous() if matrix else right
             break
 
 
@@ -82,7 +87,7 @@ def hashed_names(state: Dict[str, Tensor], model: nn.Module) -> Tuple[Set[str], 
     """
     v1, v2 = state["pool.V1.weight"], state["pool.V2.weight"]
     if v1.dim() != 2 or v1.shape != v2.shape:
-        raise ValueError(f"the checkpoint's factors do not fit each other: _V1 is {tuple(v1.shape)}, _V2 {tuple(v2.t().shape)}")
+        raise ValueError(f"the checkpoint's factors do not fit each other: _V1 is {tuple(v1.shape)}, _V2 {tuple(v2.shape[::-1])}")
     names = {key[len(_WRAPPED) : -2] for key in state if key.startswith(_WRAPPED) and key.endswith(("weight_p", "bias_p"))}
     known = {f"{path}.{name}" if path else name for path, each in model.named_modules() for name in each._parameters}
     foreign = ", ".join(sorted(names - known)[:5])
