@@ -369,7 +369,7 @@ def agp_of_nni3(trainer: Trainer, model: nn.Module, sparsity: float) -> Tuple[nn
 
 
 class Method(NamedTuple):
-    """How to make a net, with Adam's rate: the best of three or four on a seed and a split that are not compared."""
+    """How to make a net, with Adam's rate: its family's, chosen from three or four on another seed and another split."""
 
     make: Callable[..., Made]
     lr: float
