@@ -96,6 +96,7 @@ def test_ddp_qat(tmp_path: Path) -> None:
     assert losses == sorted(losses, reverse=True)
 
 
+@pytest.mark.once
 def test_feathermap_int8(tmp_path: Path) -> None:
     """What is deployed from the file predicts what training saw, in a quarter of the bytes and half a point of float's accuracy."""
     output = run("feathermap_int8", tmp_path)
@@ -112,6 +113,7 @@ def test_feathermap_int8(tmp_path: Path) -> None:
     assert (tmp_path / "feathernet_int8.pth").stat().st_size == int(sizes[-1][2])
 
 
+@pytest.mark.once
 def test_compare_compression(tmp_path: Path) -> None:
     """Every method is there, at the bytes of its column; one epoch says nothing of accuracy."""
     pytest.importorskip("matplotlib")

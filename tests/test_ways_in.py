@@ -105,6 +105,7 @@ def test_run_leaves_the_script_as_it_is(tmp_path: Path) -> None:
     assert "script __main__ ['3', '--lr', '1'] True" in result.stdout
 
 
+@pytest.mark.once
 def test_run_shows_the_scripts_own_errors(tmp_path: Path) -> None:
     """Also one of the kind that the command line raises itself."""
     (tmp_path / "train.py").write_text("raise FileNotFoundError('dataset missing')")
@@ -114,6 +115,7 @@ def test_run_shows_the_scripts_own_errors(tmp_path: Path) -> None:
     assert "FileNotFoundError: dataset missing" in result.stderr
 
 
+@pytest.mark.once
 def test_run_of_a_missing_script_is_told() -> None:
     """The path, and exit status 2."""
     result = python(arguments=["-m", "nni_dataparallel", "run", "no/such/train.py"])
@@ -124,6 +126,7 @@ def test_run_of_a_missing_script_is_told() -> None:
 SHOW_MODE = ["import nni_dataparallel.replicas", "print(nni_dataparallel.replicas.merged_statistics())"]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("given", ["", "global", "local"])
 def test_the_environment_chooses_the_statistics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str) -> None:
     """NNI_DATAPARALLEL_STATISTICS, for ``auto`` and for ``run``."""
@@ -133,6 +136,7 @@ def test_the_environment_chooses_the_statistics(monkeypatch: pytest.MonkeyPatch,
     assert [last_line(python(AUTO, IMPORT, *SHOW_MODE)), last_line(by_run)] == [given or "global"] * 2
 
 
+@pytest.mark.once
 def test_an_unknown_choice_in_the_environment_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The name of the variable and what it may be, before the script starts."""
     monkeypatch.setenv("NNI_DATAPARALLEL_STATISTICS", "none")
@@ -147,6 +151,7 @@ def test_an_unknown_choice_in_the_environment_is_told(monkeypatch: pytest.Monkey
     assert "Traceback" not in by_run.stderr
 
 
+@pytest.mark.once
 def test_a_missing_nni_is_told(tmp_path: Path) -> None:
     """Error from patch(), warning from auto, both with the command to install it."""
     blocked = """
@@ -161,6 +166,7 @@ def test_a_missing_nni_is_told(tmp_path: Path) -> None:
     assert "pip install nni==" in result.stderr
 
 
+@pytest.mark.once
 def test_an_unknown_release_leaves_nni_alone(tmp_path: Path) -> None:
     """auto warns and the script goes on with stock NNI."""
     fake = tmp_path / "nni"
@@ -179,6 +185,7 @@ def test_a_quantizer_that_the_release_lacks_is_told(name: str) -> None:
     assert not hasattr(nni_dataparallel, "NoSuchThing")
 
 
+@pytest.mark.once
 def test_star_imports_what_every_release_has() -> None:
     """The quantizers are asked for by name."""
     result = python("from nni_dataparallel import *", "print(sorted(n for n in dir() if 'Quantizer' in n), callable(patch))")
