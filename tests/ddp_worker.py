@@ -48,12 +48,16 @@ def main(jobs: Iterable[Tuple[str, Callable[[], Any]]]) -> None:
     found: List[Tuple[str, Any]] = []
     kept: List[Any] = []
     gc.freeze()  # a collection looks at what the jobs made only
+    gc.disable()
     faulthandler.dump_traceback_later(200, exit=True)  # less than the launch waits: a hang says where it is
     for number, (job, run) in enumerate(jobs):
         store = distributed.FileStore(str(FOLDER / f"store{number}"), WORLD)
         distributed.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD, timeout=LIMIT)
         try:
             found.append((job, run()))
+            # While the group is there: a DDP that goes later takes gloo's threads down with the interpreter locked, and one
+            # that waits for the lock then waits for ever.
+            gc.collect()
             distributed.barrier()
         except Exception as error:
             if WAY == "uncaught":

@@ -167,6 +167,7 @@ def test_weights_are_not_broadcast(scenarios_of_two: Ranks, stock: Ranks) -> Non
     assert ours["bytes"] <= theirs["bytes"] - theirs["weights"]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("accident", ["raising", "killed"])
 def test_an_accident_of_one_rank_ends_the_others(tmp_path: Path, accident: str) -> None:
     """In the middle of a forward, while the other waits for its range: torch's own error, and nobody hangs."""
