@@ -87,10 +87,11 @@ else:
     quantizer.compress()
     fit(model, optimizer, quantizer)
 
-if rank == 0:  # the others may leave: outside of DistributedDataParallel's forward nobody waits for anybody
+if rank == 0:  # alone: outside of DistributedDataParallel's forward nobody waits for anybody
     model.eval()
     with torch.no_grad():
         print(f"quantised accuracy on the training images: {(model(x.to(device)).argmax(1).cpu() == y).float().mean():.1%}")
     if hasattr(quantizer, "export_model"):  # NNI 3.0 has none
         quantizer.export_model("ddp_model.pth", "ddp_calibration.pth")  # the plain model's keys
+distributed.barrier()
 distributed.destroy_process_group()

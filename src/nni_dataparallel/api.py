@@ -96,7 +96,7 @@ def patch(statistics: Optional[str] = None) -> None:
 
     Parameters
     ----------
-    statistics
+    statistics : {"global", "local"}, optional
         ``"global"``: ranges and other statistics are those of the whole batch, over all replicas of ``DataParallel`` and
         all ranks of ``DistributedDataParallel``; the numbers are those of one device. ``"local"``: no replica waits for
         another and no rank communicates; what replica 0 (each rank) sees of the batch counts, and before the next forward
@@ -111,6 +111,17 @@ def patch(statistics: Optional[str] = None) -> None:
         When NNI is missing, of an unknown release, or of one without fixes.
     PatchError
         When the installed NNI does not look like its release. Nothing is patched then.
+
+    Examples
+    --------
+    >>> import nni_dataparallel
+    >>> nni_dataparallel.patch()
+    >>> nni_dataparallel.is_patched()
+    True
+    >>> nni_dataparallel.patch(statistics="local")
+    >>> nni_dataparallel.status()["statistics"]
+    'local'
+    >>> nni_dataparallel.unpatch()
     """
     global _armed
     rows = fixes.rows_for(fixes.installed_release())
@@ -133,6 +144,15 @@ def unpatch() -> None:
     """Put every stock attribute back, by identity; NNI modules imported later stay stock, too.
 
     The functions of ``torch.nn.parallel`` that a fixed subclass in use needs stay wrapped. Statistics are ``"global"`` again.
+    Without a patch nothing happens. What other code has put in the place of a fix stays, with a :class:`PatchWarning`.
+
+    Examples
+    --------
+    >>> import nni_dataparallel
+    >>> nni_dataparallel.patch()
+    >>> nni_dataparallel.unpatch()
+    >>> nni_dataparallel.is_patched()
+    False
     """
     global _armed, _announced
     hook.stop()
@@ -145,9 +165,28 @@ def unpatch() -> None:
 
 @contextlib.contextmanager
 def patched(statistics: Optional[str] = None) -> Iterator[None]:
-    """``with patched():`` patches inside the block, with the ``statistics`` of :func:`patch`.
+    """``with patched():`` patches inside the block, around everything that trains.
 
     A patch that was there before, or armed, stays, and so does its ``statistics``.
+
+    Parameters
+    ----------
+    statistics : {"global", "local"}, optional
+        As in :func:`patch`.
+
+    Raises
+    ------
+    ValueError, UnsupportedReleaseError, PatchError
+        As :func:`patch`; the block does not run then.
+
+    Examples
+    --------
+    >>> import nni_dataparallel
+    >>> with nni_dataparallel.patched():
+    ...     nni_dataparallel.is_patched()
+    True
+    >>> nni_dataparallel.is_patched()
+    False
     """
     before, mode = is_armed() or is_patched(), replicas.merged_statistics()
     patch(statistics)
@@ -192,7 +231,21 @@ def skipped() -> Dict[str, str]:
 def is_patched() -> bool:
     """Whether every fix for the installed NNI is live on the stock classes right now (of pruners: if imported).
 
-    After ``import nni_dataparallel.auto`` this is False until NNI's compressors are imported.
+    After ``import nni_dataparallel.auto`` this is False until NNI's compressors are imported. Without NNI, or with a release that
+    is unknown, it is False.
+
+    Returns
+    -------
+    bool
+
+    Examples
+    --------
+    >>> import nni_dataparallel
+    >>> nni_dataparallel.is_patched()
+    False
+    >>> nni_dataparallel.patch()
+    >>> nni_dataparallel.is_patched()
+    True
     """
     try:
         return all(patch_map().values())
@@ -203,10 +256,22 @@ def is_patched() -> bool:
 def patch_map() -> Dict[str, bool]:
     """Target -> whether its fix is live, read from the attributes themselves; pruners only once they are imported.
 
+    Returns
+    -------
+    dict of str to bool
+        A target is ``"module:Class.method"``; only those of the installed release are there.
+
     Raises
     ------
     UnsupportedReleaseError
         As :func:`patch`.
+
+    Examples
+    --------
+    >>> import nni_dataparallel
+    >>> with nni_dataparallel.patched():
+    ...     nni_dataparallel.patch_map()["torch.nn.parallel.distributed:DistributedDataParallel.forward"]
+    True
     """
     rows = fixes.rows_for(fixes.installed_release())
     return {row.target: patching.is_live(row) for row in rows if row.due}

@@ -26,7 +26,7 @@ def quantizer_state_dict(quantizer: Any) -> Dict[str, Any]:
 
     Parameters
     ----------
-    quantizer
+    quantizer : Quantizer
         Any quantizer of NNI 1.4 - 3.0, stock or fixed; a distiller of 3.0.
 
     Returns
@@ -45,6 +45,37 @@ def quantizer_state_dict(quantizer: Any) -> Dict[str, Any]:
     ------
     TypeError
         When given something else than a quantizer.
+
+    Examples
+    --------
+    With NNI 1.5 - 2.10.1:
+
+    >>> import torch
+    >>> from nni_dataparallel import DoReFaQuantizer, quantizer_state_dict
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> config_list = [{"op_types": ["Linear"], "quant_types": ["weight"], "quant_bits": 4}]
+    >>> quantizer = DoReFaQuantizer(model, config_list, optimizer)
+    >>> model = quantizer.compress()
+    >>> quantizer_state_dict(quantizer)
+    {'quantizer': 'DoReFaQuantizer'}
+
+    With NNI 3.0:
+
+    >>> import nni, torch
+    >>> from nni.compression.utils import TorchEvaluator
+    >>> from nni_dataparallel import QATQuantizer, quantizer_state_dict
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    >>> def training(net, optimizer, training_step, *_):
+    ...     training_step(torch.ones(6, 4), net).backward()
+    ...     optimizer.step()
+    >>> optimizer = nni.trace(torch.optim.SGD)(model.parameters(), lr=0.1)
+    >>> evaluator = TorchEvaluator(training, optimizer, lambda batch, net: net(batch).square().mean())
+    >>> config_list = [{"op_types": ["Linear"], "target_names": ["weight"], "quant_dtype": "int8"}]
+    >>> quantizer = QATQuantizer(model, config_list, evaluator)
+    >>> _ = quantizer.compress(None, 1)
+    >>> quantizer_state_dict(quantizer)
+    {'quantizer': 'QATQuantizer', 'current_step': 1}
     """
     return _line(quantizer).state_of(quantizer)  # type: ignore[no-any-return]
 
@@ -52,12 +83,54 @@ def quantizer_state_dict(quantizer: Any) -> Dict[str, Any]:
 def load_quantizer_state_dict(quantizer: Any, state: Dict[str, Any]) -> None:
     """Load what :func:`quantizer_state_dict` gave into a fresh quantizer of the same kind.
 
+    Model and optimizer are loaded before it; in NNI 3.0 all three inside the training function.
+
+    Parameters
+    ----------
+    quantizer : Quantizer
+        Built as the one that was saved, with the same layers.
+    state : dict
+        What :func:`quantizer_state_dict` returned.
+
     Raises
     ------
     ValueError
         When ``state`` is that of another kind of quantizer or of other layers; nothing is loaded then.
     TypeError
         When ``quantizer`` is none.
+
+    Examples
+    --------
+    With NNI 1.5 - 2.10.1:
+
+    >>> import torch
+    >>> from nni_dataparallel import NaiveQuantizer, load_quantizer_state_dict, quantizer_state_dict
+    >>> def build():
+    ...     model = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    ...     torch.nn.init.constant_(model[0].weight, 127.0)
+    ...     quantizer = NaiveQuantizer(model, [{"op_types": ["Linear"], "quant_types": ["weight"], "quant_bits": 8}])
+    ...     return quantizer.compress(), quantizer
+    >>> model, quantizer = build()
+    >>> output = model(torch.ones(2, 4))
+    >>> again, fresh = build()
+    >>> load_quantizer_state_dict(fresh, quantizer_state_dict(quantizer))
+    >>> quantizer_state_dict(fresh)
+    {'quantizer': 'NaiveQuantizer', 'layer_scale': {'0': tensor(1.)}}
+
+    With NNI 3.0:
+
+    >>> import nni, torch
+    >>> from nni.compression.utils import TorchEvaluator
+    >>> from nni_dataparallel import QATQuantizer, load_quantizer_state_dict, quantizer_state_dict
+    >>> def build():
+    ...     model = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    ...     optimizer = nni.trace(torch.optim.SGD)(model.parameters(), lr=0.1)
+    ...     evaluator = TorchEvaluator(lambda net, optimizer, *_: None, optimizer, lambda batch, net: None)
+    ...     return QATQuantizer(model, [{"op_types": ["Linear"], "target_names": ["weight"], "quant_dtype": "int8"}], evaluator)
+    >>> fresh = build()
+    >>> load_quantizer_state_dict(fresh, {"quantizer": "QATQuantizer", "current_step": 7})
+    >>> quantizer_state_dict(fresh)
+    {'quantizer': 'QATQuantizer', 'current_step': 7}
     """
     line = _line(quantizer)
     fresh = line.state_of(quantizer)

@@ -30,7 +30,7 @@ def merged_over(process_group: Any = None) -> Iterator[None]:
 
     Parameters
     ----------
-    process_group
+    process_group : torch.distributed.ProcessGroup, optional
         The ranks that share the batch; None is the default group. Every rank of it has to run the block's forwards.
 
     Raises
@@ -46,6 +46,18 @@ def merged_over(process_group: Any = None) -> Iterator[None]:
     -----
     Gradients are the engine's business, and a backward need not be in the block. NNI has to be patched (``auto``, ``patch()``, a
     subclass of this package); a warning says so where it is not.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import nni_dataparallel
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)  # torchrun tells ranks theirs
+    >>> engine = torch.nn.Linear(4, 3)
+    >>> with nni_dataparallel.patched(), nni_dataparallel.merged_over():
+    ...     loss = engine(torch.ones(8, 4)).square().mean()
+    >>> loss.backward()
+    >>> torch.distributed.destroy_process_group()
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(

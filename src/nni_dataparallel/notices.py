@@ -16,19 +16,51 @@ INNER = frozenset({"nni", "nni_dataparallel", "torch", "wrapt", "importlib", "co
 
 
 class PatchError(RuntimeError):
-    """A fix cannot be installed; nothing was changed."""
+    """A fix cannot be installed; nothing was changed.
+
+    Examples
+    --------
+    >>> import nni_dataparallel
+    >>> try:
+    ...     nni_dataparallel.patch()
+    ... except nni_dataparallel.PatchError as error:
+    ...     print("training goes on with stock NNI:", error)
+    """
 
 
 class NNIDataParallelWarning(UserWarning):
-    """Every warning of this package: ``warnings.simplefilter("error", NNIDataParallelWarning)`` makes them errors."""
+    """Every warning of this package is one, told once per line of the script, at that line.
+
+    Examples
+    --------
+    Stop instead of going on:
+
+    >>> import warnings
+    >>> from nni_dataparallel import NNIDataParallelWarning
+    >>> warnings.simplefilter("error", NNIDataParallelWarning)
+    """
 
 
 class PatchWarning(NNIDataParallelWarning):
-    """A fix was skipped, or could not be taken back."""
+    """A fix was skipped, or could not be taken back; the script goes on with stock NNI in that place.
+
+    Examples
+    --------
+    >>> from nni_dataparallel import NNIDataParallelWarning, PatchWarning
+    >>> issubclass(PatchWarning, NNIDataParallelWarning)
+    True
+    """
 
 
 class NNIDataParallelRuntimeWarning(NNIDataParallelWarning, RuntimeWarning):
-    """Something in a forward keeps the numbers from being those of one device."""
+    """Something in a forward keeps the numbers from being those of one device.
+
+    Examples
+    --------
+    >>> from nni_dataparallel import NNIDataParallelRuntimeWarning, NNIDataParallelWarning
+    >>> issubclass(NNIDataParallelRuntimeWarning, (NNIDataParallelWarning, RuntimeWarning))
+    True
+    """
 
 
 def warn(text: str, category: Type[Warning] = NNIDataParallelWarning) -> None:

@@ -27,7 +27,7 @@ def status(every: bool = False) -> Dict[str, Any]:
 
     Parameters
     ----------
-    every
+    every : bool
         List the fixes for other releases of NNI, too.
 
     Returns
@@ -55,6 +55,14 @@ def status(every: bool = False) -> Dict[str, Any]:
             For each fix ``name``, ``target``, ``state``, ``why`` (a text or None), ``reason``, ``releases``, ``url`` (of the
             upstream issue, or None). The states are "applied", "not applied", "skipped" (does not fit what is installed),
             "waiting for import", "not needed in this release".
+
+    Examples
+    --------
+    >>> import nni_dataparallel
+    >>> with nni_dataparallel.patched():
+    ...     found = nni_dataparallel.status()
+    >>> found["armed"], found["statistics"], found["counts"]["skipped"]
+    (True, 'global', 0)
     """
     release, problem = _release()
     listed = [_described(fix, release) for fix in fixes.FIXES] if problem is None else []

@@ -12,7 +12,28 @@ __all__ = ["Rehearsal", "rehearse"]
 
 
 class Rehearsal(nn.DataParallel):
-    """``nn.DataParallel`` over virtual devices, made by :func:`rehearse`."""
+    """``nn.DataParallel`` over virtual devices, made by :func:`rehearse`.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        On the CPU.
+    replicas : int
+        Number of virtual devices.
+    dim : int
+        The batch dimension.
+    check : bool
+        Whether mixing tensors of two virtual devices raises.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from nni_dataparallel import rehearse
+    >>> from nni_dataparallel.rehearsal import Rehearsal
+    >>> parallel = rehearse(torch.nn.Linear(4, 3))
+    >>> isinstance(parallel, Rehearsal), isinstance(parallel, torch.nn.DataParallel)
+    (True, True)
+    """
 
     def __init__(self, module: nn.Module, replicas: int, dim: int = 0, check: bool = True) -> None:
         self._replicas, self._check = replicas, check
@@ -34,13 +55,13 @@ def rehearse(model: nn.Module, replicas: int = 2, dim: int = 0, check: bool = Tr
 
     Parameters
     ----------
-    model
+    model : torch.nn.Module
         Parameters and buffers on the CPU.
-    replicas
+    replicas : int
         Number of virtual devices, at least 1.
-    dim
-        The batch dimension.
-    check
+    dim : int
+        The batch dimension: inputs of shape (..., rows, ...) are cut there, outputs joined.
+    check : bool
         Raise where an operation in the forward mixes tensors of two virtual devices, as CUDA does
         (torch >= 2.0; earlier versions run unchecked). The backward is not checked.
 
@@ -55,6 +76,16 @@ def rehearse(model: nn.Module, replicas: int = 2, dim: int = 0, check: bool = Tr
         When there is not at least one replica.
     TypeError
         When ``model`` is no module, or is wrapped for parallel use already.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from nni_dataparallel import rehearse
+    >>> class Rows(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return torch.full((len(x), 1), len(x))
+    >>> rehearse(Rows(), replicas=2)(torch.randn(5, 4)).flatten()  # three rows and two
+    tensor([3, 3, 3, 2, 2])
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"rehearse() takes a torch.nn.Module, not {type(model).__name__}")

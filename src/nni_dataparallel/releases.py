@@ -19,7 +19,20 @@ RELEASES: Tuple[str, ...] = (
 
 
 class UnsupportedReleaseError(PatchError):
-    """The installed NNI is missing, unknown, or not covered by the fix table."""
+    """The installed NNI is missing, unknown, or not covered by the fix table.
+
+    Examples
+    --------
+    >>> from nni_dataparallel import PatchError, UnsupportedReleaseError
+    >>> from nni_dataparallel.releases import require_known
+    >>> issubclass(UnsupportedReleaseError, PatchError)
+    True
+    >>> try:
+    ...     require_known("0.9")
+    ... except UnsupportedReleaseError as error:
+    ...     print(str(error)[:38])
+    NNI 0.9 is unknown to nni_dataparallel
+    """
 
 
 def installed_release() -> str:

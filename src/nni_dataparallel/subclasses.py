@@ -14,6 +14,7 @@ from typing import Any, Dict, List
 from torch.nn import Module
 
 from . import fixes, patching
+from .descriptions import describe
 
 __all__ = ["fixed_class", "quantizer"]
 
@@ -74,7 +75,8 @@ def fixed_class(stock: type, module: str = __name__) -> type:
     elif hasattr(stock, "wrap_model"):
         namespace.update(_exchange_wrappers(stock))
     # Importable under its name, so that pickle finds it again.
-    namespace.update(__module__=module, __qualname__=stock.__name__, __doc__=stock.__doc__)
+    doc = describe(stock, fixes.installed_release()) if stock.__name__ in fixes.QUANTIZERS else stock.__doc__
+    namespace.update(__module__=module, __qualname__=stock.__name__, __doc__=doc)
     made = type(stock)(stock.__name__, (stock,), namespace)
     _made[stock] = _made[made] = made
     return made

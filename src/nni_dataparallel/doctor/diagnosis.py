@@ -21,8 +21,11 @@ class Diagnosis(Results):
     --------
     >>> import torch
     >>> from nni_dataparallel import diagnose
-    >>> print(diagnose(torch.nn.Linear(4, 3), torch.randn(8, 4)).verdict)
+    >>> diagnosis = diagnose(torch.nn.Linear(4, 3), torch.randn(8, 4))
+    >>> print(diagnosis.verdict)
     Nothing found: 2 replicas leave what one device leaves.
+    >>> diagnosis.healthy, diagnosis.findings, diagnosis.html()[:15]
+    (True, [], '<!DOCTYPE html>')
     """
 
     def to_json(self, indent: Optional[int] = 2) -> str:

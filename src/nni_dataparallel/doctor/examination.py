@@ -34,19 +34,20 @@ def diagnose(
 
     Parameters
     ----------
-    model
+    model : callable or torch.nn.Module
         A function that builds what is examined, called anew for each run. It returns ``(model, batch)``, ``(model,
         optimizer, batch)``, ``(model, optimizer, quantizer, batch)`` or a dict with these names, and ``loss``. Or a model:
         copies of it are examined, it is not changed.
-    batch
-        What one step trains on, if the function does not return it: ``(x, target)``, ``x``, or a dict of keywords. At
-        least as many rows as replicas; the first dimension is the batch's.
-    replicas
+    batch : tuple, torch.Tensor or dict, optional
+        What one step trains on, if the function does not return it: ``(x, target)``, ``x``, or a dict of keywords; tensors of
+        shape (rows, ...), at least as many rows as replicas. Floating point is examined in double precision, where the model
+        allows it.
+    replicas : int
         Number of virtual devices, at least 2.
-    loss
+    loss : callable, optional
         ``loss(model, batch)``. Left out, it is the evaluator's of NNI 3.0, what a model called with a dict returns as its
         ``loss``, cross entropy (whole numbers as target), mean squared error, or the output's mean square.
-    optimizer
+    optimizer : torch.optim.Optimizer, optional
         Of the parameters of ``model``, if that is no function; SGD without one.
 
     Returns

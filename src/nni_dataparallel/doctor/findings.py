@@ -30,6 +30,18 @@ class Finding:
         ``"remains"`` (with the patch, too), ``"repaired"`` (by the patch) or ``"note"`` (harmless).
     place, code
         ``file:line`` in the user's code, and what stands there; empty where no line is to blame.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from nni_dataparallel import diagnose
+    >>> class Last(torch.nn.Linear):
+    ...     def forward(self, x):
+    ...         self.last = super().forward(x)
+    ...         return self.last
+    >>> finding = diagnose(Last(4, 3), torch.randn(8, 4)).of("remains")[0]
+    >>> finding.where, finding.what
+    ('(model)', 'activation kept on self is lost: last')
     """
 
     module: str

@@ -21,7 +21,18 @@ PROTOCOL = "return (model, batch), (model, optimizer, batch), (model, optimizer,
 
 
 class DoctorError(RuntimeError):
-    """The doctor cannot examine what it was given."""
+    """The doctor cannot examine what it was given: it cannot be built or copied, or its step fails on one device already.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from nni_dataparallel import DoctorError, diagnose
+    >>> try:
+    ...     diagnose(torch.nn.Linear(4, 3), torch.randn(1, 4))
+    ... except DoctorError as error:
+    ...     print(error)
+    the batch has 1 row, 2 replicas need at least 2 rows (in its first dimension)
+    """
 
 
 @dataclass

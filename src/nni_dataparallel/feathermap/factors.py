@@ -19,14 +19,25 @@ class Int8Factor(nn.Module):
 
     Parameters
     ----------
-    codes
-        (n, m), whole numbers from -128 to 127.
-    scale
+    codes : torch.Tensor
+        (n, m), whole numbers from -128 to 127; kept as int8, ``qweight`` in the state dict.
+    scale : torch.Tensor
         (n, 1), or (1, 1) for the whole matrix; floating point. The factor is ``(codes - zero_point) * scale``.
-    zero_point
-        (n, 1), whole numbers, for a toolkit's grid that is not symmetric. Left out of the state dict if there is none.
-    trained
+    zero_point : torch.Tensor, optional
+        (n, 1), whole numbers, for a toolkit's grid that is not symmetric; kept as int16. Without one the state dict has none.
+    trained : bool
         Whether the float factor required gradients.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from nni_dataparallel.feathermap import Int8Factor
+    >>> factor = Int8Factor(torch.tensor([[127, -127], [0, 64]]), torch.tensor([[0.5], [0.25]]))
+    >>> factor.dequantised()
+    tensor([[ 63.5000, -63.5000],
+            [  0.0000,  16.0000]])
+    >>> factor.qweight.dtype
+    torch.int8
     """
 
     qweight: Tensor

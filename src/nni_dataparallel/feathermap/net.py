@@ -35,16 +35,16 @@ class FeatherNet(nn.Module):
 
     Parameters
     ----------
-    module
+    module : torch.nn.Module
         Any model. Its weights are replaced by new ones: a trained model is no better a start than a fresh one, and
         wrapping it warns. Norms, PReLU, recurrent and parametrised layers, and frozen Parameters stay as they are.
-    compress
+    compress : float
         Size of the factors over the number of hashed weights, in (0, 1].
-    exclude
+    exclude : class, str, or sequence of them
         Classes and names of modules to leave out, a single one or a sequence.
-    clone
+    clone : bool
         Work on a copy of ``module``; otherwise on itself.
-    verbose
+    verbose : bool
         Print what was hashed and what not.
 
     Raises

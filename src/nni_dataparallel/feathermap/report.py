@@ -41,6 +41,16 @@ class CompressionReport:
         Numbers in the factors, the scalars and what is left out over those in the plain model's Parameters.
     dense_bytes, bytes, int8_bytes
         Of the tensors in the state dict: the plain model's, the net's as it is now, the net's after ``convert()``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from nni_dataparallel.feathermap import FeatherNet
+    >>> net = FeatherNet(torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.BatchNorm1d(100)), compress=0.1)
+    >>> print(net.compression_report())
+    6,500 of 6,700 numbers are hashed (2 tensors)
+    ...
+      left out  1.bias (100,): norm
     """
 
     hashed: List[Tuple[str, Tuple[int, ...]]] = field(repr=False)
