@@ -1,9 +1,13 @@
 """Quantization-aware training with Hugging Face Accelerate, with NNI 2.5 - 2.10.1 and with NNI 3.0.
 
-torchrun --nproc_per_node=2 examples/ddp_accelerate.py    # or, with GPUs: accelerate launch --multi_gpu ...
+    torchrun --nproc_per_node=2 examples/ddp_accelerate.py    # or, with GPUs: accelerate launch --multi_gpu ...
+
+Where there are fewer GPUs than processes, they share the CPU.
 """
 
 from __future__ import annotations
+
+import os
 
 import nni
 import torch
@@ -12,9 +16,9 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import nni_dataparallel.auto  # noqa: F401  (the one line; its place among the imports does not matter)
+import nni_dataparallel.auto  # noqa: F401 <- the one line; its place among the imports does not matter
 
-accelerator = Accelerator(cpu=not torch.cuda.is_available())
+accelerator = Accelerator(cpu=torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 images, labels = load_digits(return_X_y=True)
 x, y = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16, torch.tensor(labels)
 torch.manual_seed(0)

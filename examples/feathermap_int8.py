@@ -2,7 +2,8 @@
 
     python examples/feathermap_int8.py [--compress 0.1] [--bits 8] [--epochs 12]
 
-On plain torch: NNI need not be installed. Writes feathernet_int8.pth to the current folder.
+On plain torch: NNI need not be used. Writes feathernet_int8.pth to the current folder. One CPU thread, on any machine; to train on
+several GPUs put torch.nn.DataParallel around ``net`` after ``prepare_qat()``.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def size(model: nn.Module) -> str:
 
 
 # FeatherNet first, quantization after: what is shipped are the factors, so they are what has to be quantised.
-net = FeatherNet(cnn(), options.compress).prepare_qat(options.bits)
+net = FeatherNet(cnn(), options.compress).prepare_qat(options.bits)  # <- the one line
 optimizer = torch.optim.Adam(net.param_groups(lr=0.02))  # layers' scalars at a tenth of it
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs * math.ceil(len(train_rows) / 64))
 for epoch in range(options.epochs):

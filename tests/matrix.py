@@ -2,7 +2,7 @@
 
     python tests/matrix.py                      # all covered releases, two at a time
     python tests/matrix.py 2.3 2.10.1           # some
-    python tests/matrix.py --readme README.md   # and put the table into the README
+    python tests/matrix.py --write              # and put the tables into README.md and docs/
 
 Each release is installed once into a cache folder (``--cache``, default ``.releases``) without its
 dependencies, and tested in a process of its own beside the dependencies of the installed NNI.
@@ -19,7 +19,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Dict, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 from cases import is_new
 from rich.console import Console
@@ -43,9 +43,8 @@ NEW_FILES = [
 # The ways in start many interpreters: one release for each place where NNI keeps its classes (2.10.1 has the whole suite).
 WAYS_IN = ("1.4", "1.7", "2.0", "3.0rc1")
 PRUNERS = ("2.0", "2.5", "2.10.1")
-BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
-PRUNERS_BEGIN, PRUNERS_END = "<!-- pruners: begin -->", "<!-- pruners: end -->"
-NEW_BEGIN, NEW_END = "<!-- 3.0: begin -->", "<!-- 3.0: end -->"
+PLACES = {"summary": "README.md", "matrix": "docs/releases.md", "pruners": "docs/pruners.md", "3.0": "docs/pruners.md"}
+"""Table -> the file in which it stands, between <!-- table: begin --> and <!-- table: end -->."""
 
 
 def install(release: str, cache: Path) -> Path:
@@ -137,7 +136,7 @@ def _of(passed: int, every: int, none: str = "-") -> str:
 
 
 def table(reports: Dict[str, Path]) -> str:
-    """The README's table of quantizers, from the reports alone."""
+    """The table of quantizers, from the reports alone."""
     heads = ["NNI", *(column for column, *_ in QUANTIZERS), "stock: all of these", "resumed", "export loads", *DDP]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for release in RELEASES:
@@ -155,7 +154,7 @@ def table(reports: Dict[str, Path]) -> str:
 
 
 def compressor_table(reports: Dict[str, Path], releases: Tuple[str, ...], kind: str) -> str:
-    """The README's tables of pruners and distillers: one line for each, a column per release."""
+    """The tables of pruners and distillers: one line for each, a column per release."""
     runs = {release: cells(reports[release], pruners=True) for release in releases if release in reports}
     heads = [f"{release}: patched | stock" for release in runs]
     # DDP is tested with the last release of the table.
@@ -168,13 +167,63 @@ def compressor_table(reports: Dict[str, Path], releases: Tuple[str, ...], kind: 
     return "\n".join(lines)
 
 
-def write_table(readme: Path, text: str, begin: str, end: str) -> None:
-    """Replace what stands between the marks in the README."""
-    before, _, rest = readme.read_text(encoding="utf-8").partition(begin)
-    _, mark, after = rest.partition(end)
-    if not mark:
-        raise SystemExit(f"{readme} has no {begin} ... {end}")
-    readme.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+LINES = (("1.4 - 1.9", "1.4"), ("2.0 - 2.4", "2.0"), ("2.5 - 2.10.1, 3.0rc1", "2.5"), ("3.0", "3.0"))
+"""Releases that are summed up, and the first of them."""
+
+
+def _counts(text: str) -> List[Dict[str, Any]]:
+    """The rows of a table, heading -> "passed of all" as two numbers; headings that are there twice have a number."""
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines() if not line.startswith("|---")]
+    heads = [f"{head} {rows[0][:i].count(head)}" if head in rows[0][:i] else head for i, head in enumerate(rows[0])]
+    return [
+        {head: tuple(map(int, cell.split(" of "))) if re.fullmatch(r"\d+ of \d+", cell) else cell for head, cell in zip(heads, row)}
+        for row in rows[1:]
+    ]
+
+
+def _sum(rows: List[Dict[str, Any]], *heads: str) -> str:
+    pairs = [row[head] for row in rows for head in heads if isinstance(row.get(head), tuple)]
+    return _of(sum(passed for passed, _ in pairs), sum(every for _, every in pairs))
+
+
+def summary(quantizers: str, pruners: str, new: str) -> str:
+    """The README's table: the sums of the three others."""
+    heads = ("NNI", "trained with", "on 2 - 4 replicas", "stock", "stopped and resumed", "on 2 ranks of DDP", "stock")
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    columns = [column for column, *_ in QUANTIZERS]
+    groups: Dict[str, List[Dict[str, Any]]] = {}
+    for row in _counts(quantizers):
+        first = [name for name, since in LINES if RELEASES.index(since) <= RELEASES.index(row["NNI"])]
+        groups.setdefault(LINES[2][0] if row["NNI"] == "3.0rc1" else first[-1], []).append(row)
+    for name, rows in groups.items():
+        ours = (_sum(rows, *columns), _sum(rows, "stock: all of these"), _sum(rows, "resumed"))
+        lines.append("| " + " | ".join((name, "quantizers", *ours, *(_sum(rows, head) for head in (DDP[0], "stock")))) + " |")
+    for name, kind, text, ddp_stock in (
+        (", ".join(PRUNERS), "pruners", pruners, f"stock {len(PRUNERS)}"),
+        ("3.0", "pruners, distillers", new, "stock 1"),
+    ):
+        rows = _counts(text)
+        patched = [head for head in rows[0] if head.endswith(": patched")]
+        stock = [head for head in rows[0] if head.startswith("stock") and head != ddp_stock]
+        cells = (_sum(rows, *patched), _sum(rows, *stock), "-", _sum(rows, DDP[0]), _sum(rows, ddp_stock))
+        lines.append("| " + " | ".join((name, kind, *cells)) + " |")
+    return "\n".join(lines)
+
+
+def read_table(name: str, root: Path = TESTS.parent) -> str:
+    """What stands between the marks of a table."""
+    text = (root / PLACES[name]).read_text(encoding="utf-8")
+    found = re.search(rf"<!-- {re.escape(name)}: begin -->\n(.*?)\n<!-- {re.escape(name)}: end -->", text, re.DOTALL)
+    if not found:
+        raise SystemExit(f"{PLACES[name]} has no <!-- {name}: begin --> ... <!-- {name}: end -->")
+    return found[1]
+
+
+def write_table(name: str, table: str, root: Path = TESTS.parent) -> None:
+    """Replace what stands between the marks of a table."""
+    file = root / PLACES[name]
+    old, begin = read_table(name, root), f"<!-- {name}: begin -->\n"
+    file.write_text(file.read_text(encoding="utf-8").replace(begin + old, begin + table), encoding="utf-8")
 
 
 def main() -> int:
@@ -183,15 +232,15 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=Path(".releases"))
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--reuse", action="append", default=[], help="take this release's report as an earlier run left it")
-    parser.add_argument("--readme", type=Path, help="write the table into this file (needs all releases)")
+    parser.add_argument("--write", action="store_true", help="write the tables into README.md and docs/ (needs all releases)")
     options = parser.parse_args()
     options.cache.mkdir(parents=True, exist_ok=True)
     releases: List[str] = options.releases or covered_releases()
     unknown = sorted(set(releases) - set(covered_releases()))
     if unknown:
         parser.error(f"not covered: {', '.join(unknown)}; covered: {', '.join(covered_releases())}")
-    if options.readme and set(releases) != set(covered_releases()):
-        parser.error("--readme needs a run of all releases")
+    if options.write and set(releases) != set(covered_releases()):
+        parser.error("--write needs a run of all releases")
     cache = options.cache.resolve()
     fresh = [release for release in releases if release not in options.reuse]
     for release in fresh:
@@ -204,14 +253,15 @@ def main() -> int:
         results = list(bar.track(pool.map(lambda release: test(release, cache), fresh), len(fresh), description="releases"))
     reports = {release: cache / f"{release}.xml" for release in releases}
     tables = {
-        (BEGIN, END): table(reports),
-        (PRUNERS_BEGIN, PRUNERS_END): compressor_table(reports, PRUNERS, "pruner"),
-        (NEW_BEGIN, NEW_END): compressor_table(reports, ("3.0",), "pruner or distiller"),
+        "matrix": table(reports),
+        "pruners": compressor_table(reports, PRUNERS, "pruner"),
+        "3.0": compressor_table(reports, ("3.0",), "pruner or distiller"),
     }
+    if options.write:
+        tables["summary"] = summary(*tables.values())
+        for name, text in tables.items():
+            write_table(name, text)
     print(*tables.values(), sep="\n\n")
-    if options.readme:
-        for (begin, end), text in tables.items():
-            write_table(options.readme, text, begin, end)
     failed = [release for release, status, _ in results if status]
     print(f"{len(results) - len(failed)} passed, {len(failed)} failed")
     return 1 if failed else 0

@@ -162,5 +162,5 @@ def test_the_source_archive_builds_the_same(tmp_path: Path) -> None:
 
     with tarfile.open(build("sdist", tmp_path / "dist")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    needed = ("pyproject.toml", "README.md", "LICENSE", "tests/test_wheel.py", "examples/qat_nni3.py")
+    needed = ("pyproject.toml", "README.md", "LICENSE", "tests/test_wheel.py", "examples/comparison/methods.py")
     assert {*needed, "src/nni_dataparallel/nni_dataparallel.pth", "src/nni_dataparallel/py.typed"} <= names

@@ -1,0 +1,1 @@
+"""What examples/compare_compression.py compares, and how."""
