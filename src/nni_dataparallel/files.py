@@ -56,7 +56,9 @@ def _drafted(end: str, target: PathLike) -> Iterator[str]:
         raise FileNotFoundError(f"there is no folder {folder!r} for {os.fspath(target)!r}") from None
     except OSError as error:
         raise type(error)(
-            error.errno, f"{error.strerror}; a file is written beside its old version and takes its place when it is complete", folder
+            error.errno,
+            f"{error.strerror}; a file is written beside its old version and takes its place when it is complete",
+            folder,
         ) from error
     try:
         yield os.path.join(room, name)
@@ -107,8 +109,10 @@ def read_tensors(file: Union[PathLike, BinaryIO], map_location: Any = "cpu") -> 
             return torch.load(opened, map_location=map_location, **safely)
         except OSError:
             raise
-        except Exception as error:  # whatever a parser runs into: IndexError, UnicodeDecodeError, MemoryError ...
-            raise ValueError(f"{where} cannot be read, it is truncated, damaged or no checkpoint of tensors: {_cause(error)}") from error
+        except Exception as error:  # a parser runs into whatever there is
+            raise ValueError(
+                f"{where} cannot be read, it is truncated, damaged or no checkpoint of tensors: {_cause(error)}"
+            ) from error
 
 
 def _cause(error: BaseException) -> str:
