@@ -113,9 +113,9 @@ def save_checkpoint(path: PathLike, model: nn.Module, optimizer: Any = None, qua
     try:
         with written_whole(path) as (draft,), _with_sums(), open(draft, "wb") as file:
             torch.save(parts, file)
-    except RuntimeError as error:  # torch's, which does not say why it could not write
-        reason = error.__context__
-        if not isinstance(reason, OSError):
+    except (OSError, RuntimeError) as error:
+        reason = error if isinstance(error, OSError) else error.__context__  # torch's own does not say why it could not write
+        if not isinstance(reason, OSError) or reason.errno is None or reason.filename is not None:
             raise
         text = f"{reason.strerror}; the checkpoint was not written, what was there before is as it was"
         raise OSError(reason.errno, text, os.fspath(path)) from error

@@ -131,6 +131,9 @@ def _check_sums(opened: BinaryIO) -> None:
         return  # torch's format before 1.6 has no sums
     with zipfile.ZipFile(opened) as archive:
         for record in archive.infolist():
+            if record.external_attr & 0x10 and record.file_size:
+                # torch takes it for a folder, reads nothing, and gives what happened to be in memory.
+                raise zipfile.BadZipFile(f"{record.filename} is marked as a folder")
             if record.CRC:
                 with archive.open(record) as part:
                     while part.read(1 << 20):

@@ -51,15 +51,18 @@ def state_of(quantizer: Any) -> Dict[str, Any]:
 
 def load_state(quantizer: Any, state: Dict[str, Any]) -> None:
     """Load what :func:`state_of` gave, checked to be of this kind of quantizer; raises ValueError if it does not fit."""
-    problems = _misshapen(state)
+    observers, text = _observers(quantizer), f"this is no state of {_kind(quantizer)}, nothing was loaded: "
+    problems = _mistyped(state)
     if problems:
-        raise ValueError(f"this is no state of {_kind(quantizer)}, nothing was loaded: {'; '.join(problems)}")
-    observers = _observers(quantizer)
+        raise ValueError(text + "; ".join(problems))
     strangers = _strangers(quantizer, state, observers)
     if strangers:
         raise ValueError(
             f"the {_kind(quantizer)} and the saved state are of different layers; on one side only: {', '.join(strangers)}"
         )
+    problems = _misshapen(state, observers)
+    if problems:
+        raise ValueError(text + "; ".join(problems))
     with unchanged_on_error(*observers.values(), values=True):
         for layer, observer in observers.items():
             try:
@@ -77,8 +80,8 @@ def load_state(quantizer: Any, state: Dict[str, Any]) -> None:
         quantizer.layer_scale = {layer: scale.detach().clone().to(device) for layer, scale in scales.items()}
 
 
-def _misshapen(state: Dict[str, Any]) -> List[str]:
-    """What is of another type or shape than :func:`state_of` gives."""
+def _mistyped(state: Dict[str, Any]) -> List[str]:
+    """What is of another type than :func:`state_of` gives."""
     found = []
     steps, calibrated, scales, observers = (state.get(name) for name in ("steps", "calibrated", "layer_scale", "observers"))
     if "steps" in state and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 0):
@@ -96,6 +99,18 @@ def _misshapen(state: Dict[str, Any]) -> List[str]:
     for layer, own in observers.items() if isinstance(observers, dict) else ():
         if not isinstance(own, dict) or not all(isinstance(value, Tensor) for value in own.values()):
             found.append(f"the observer of {layer} is no dict of tensors")
+    return found
+
+
+def _misshapen(state: Dict[str, Any], observers: Dict[str, Any]) -> List[str]:
+    """What an observer would take over in any shape. A range of nothing yet has no elements, in older versions of torch one dim."""
+    found = []
+    for layer, observer in observers.items():
+        for name, own in observer.state_dict().items():
+            its = state["observers"][layer][name]
+            alike = its.dim() == own.dim() and (0 in own.shape or 0 in its.shape or own.shape == its.shape)
+            if not alike and not (own.numel() <= 1 and its.numel() <= 1):
+                found.append(f"{name} of the observer of {layer} has shape {tuple(its.shape)}, not {tuple(own.shape)}")
     return found
 
 
