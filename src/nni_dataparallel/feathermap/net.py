@@ -9,12 +9,13 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Union
 from torch import nn
 
 from .. import notices
+from ..rollback import unchanged_on_error
 from .building import Built, build, check_compress, plain_on_error
 from .choosing import Exclude, checked_exclude, choose
 from .converting import check_scalars, int8_factors
 from .integers import Scheme
 from .layers import apart, follow
-from .loading import adopt, unchanged_on_error
+from .loading import adopt
 from .materialising import all_tensors, plain_model
 from .order import refuse_wrong_order
 from .pool import Pool
@@ -291,7 +292,7 @@ class FeatherNet(nn.Module):
 
         FeatherMap's checkpoints load, and those saved under ``DataParallel``. If an error is raised, nothing has changed.
         """
-        with unchanged_on_error(self, self.pool):
+        with unchanged_on_error(self, values=True):
             return super().load_state_dict(state_dict, *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
