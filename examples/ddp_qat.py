@@ -49,7 +49,7 @@ def fit(net: nn.Module, optimizer: Any, quantizer: Any) -> None:
     """Train ``net``, which has its quantizer already: this is the place for DistributedDataParallel."""
     first = 0
     if resume:
-        saved = torch.load(CHECKPOINT, map_location=device, weights_only=True)
+        saved = torch.load(CHECKPOINT, map_location=device)
         net.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         load_quantizer_state_dict(quantizer, saved["quantizer"])

@@ -81,7 +81,7 @@ print("float factors size:", size(float_net))
 print("INT8 factors size:", size(net.convert()))  # the last to be written: the file that is shipped
 
 shipped = FeatherNet(cnn(), options.compress).deploy()  # elsewhere: no weight of the dense net is kept in memory
-shipped.load_state_dict(torch.load("feathernet_int8.pth", weights_only=True))
+shipped.load_state_dict(torch.load("feathernet_int8.pth"))
 print("factors in the file:", shipped.state_dict()["pool.V1.qweight"].dtype, shipped.state_dict()["pool.V2.qweight"].dtype)
 print("float accuracy:", accuracy(predictions(float_net)))
 print("quantization-aware accuracy:", accuracy(trained))

@@ -71,7 +71,7 @@ model, calibration = Script().quantizer.compress(None, max_epochs=3)
 
 print("and once more, from the file of the first epoch:")
 resumed = Script()
-resumed.checkpoint = torch.load("qat_0.pth", weights_only=True)
+resumed.checkpoint = torch.load("qat_0.pth")
 again, _ = resumed.quantizer.compress(None, max_epochs=3)
 ours, theirs = again.module.state_dict(), model.module.state_dict()
 print("the same state, to the bit:", all(torch.equal(ours[name], theirs[name]) for name in theirs))
