@@ -51,7 +51,8 @@ class FeatherNet(nn.Module):
     Raises
     ------
     ValueError
-        ``compress`` outside (0, 1], nothing to hash, an unknown name in ``exclude``, a model that was quantised before.
+        ``compress`` outside (0, 1], nothing to hash, an unknown name in ``exclude``, a model that was quantised before, or one
+        that cannot be copied.
     TypeError
         Complex or integer weights; a model in ``DataParallel`` (FeatherNet comes first).
 
