@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import nni_dataparallel.auto  # noqa: F401 <- the one line; its place among the imports does not matter
-from nni_dataparallel import load_quantizer_state_dict, quantizer_state_dict
+from nni_dataparallel import load_checkpoint, save_checkpoint
 
 CHECKPOINT = "ddp_qat.pth"
 resume = "--resume" in sys.argv
@@ -45,11 +45,7 @@ def fit(net: nn.Module, optimizer: Any, quantizer: Any) -> None:
     """Train ``net``, which has its quantizer already: this is the place for DistributedDataParallel."""
     first = 0
     if resume:  # on every rank
-        saved = torch.load(CHECKPOINT, map_location=device, weights_only=True)
-        net.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        load_quantizer_state_dict(quantizer, saved["quantizer"])
-        first = saved["epoch"] + 1
+        first = load_checkpoint(CHECKPOINT, net, optimizer, quantizer)["epoch"] + 1
     parallel = DistributedDataParallel(net, device_ids=[device] if cuda else None)
     parallel.train()
     for epoch in range(first, epochs):
@@ -64,8 +60,7 @@ def fit(net: nn.Module, optimizer: Any, quantizer: Any) -> None:
         distributed.all_reduce(total)
         if rank == 0:
             print(f"epoch {epoch}: loss {total.item():.4f}", flush=True)
-            state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-            torch.save({**state, "quantizer": quantizer_state_dict(quantizer)}, CHECKPOINT)
+            save_checkpoint(CHECKPOINT, net, optimizer, quantizer, epoch=epoch)
 
 
 settings = {"lr": 0.05, "momentum": 0.9}

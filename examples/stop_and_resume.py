@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import nni_dataparallel.auto  # <- the one line; its place among the imports does not matter
-from nni_dataparallel import load_quantizer_state_dict, quantizer_state_dict
+from nni_dataparallel import load_checkpoint, save_checkpoint
 
 images, labels = load_digits(return_X_y=True)
 x, y = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16, torch.tensor(labels)
@@ -27,11 +27,8 @@ def fit(net: nn.Module, optimizer: Any, quantizer: Any, checkpoint: str) -> None
     """Load, then train, then save: in NNI 3.0 all of it inside the training function."""
     first = 0
     if checkpoint:
-        saved = torch.load(checkpoint, map_location=device, weights_only=True)
-        net.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        load_quantizer_state_dict(quantizer, saved["quantizer"])  # <- what is in neither of the two
-        first = saved["epoch"] + 1
+        # <- all three parts, or nothing: what a quantizer keeps is in neither of the other two
+        first = load_checkpoint(checkpoint, net, optimizer, quantizer)["epoch"] + 1
     parallel = nn.DataParallel(net) if device == "cuda" else nni_dataparallel.rehearse(net, replicas=2)
     parallel.train()
     for epoch in range(first, EPOCHS):
@@ -41,9 +38,7 @@ def fit(net: nn.Module, optimizer: Any, quantizer: Any, checkpoint: str) -> None
             loss.backward()
             optimizer.step()
         print(f"epoch {epoch}: loss {loss.item():.6f}")
-        # The plain model inside DataParallel: names without prefix.
-        state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-        torch.save({**state, "quantizer": quantizer_state_dict(quantizer)}, f"qat_{epoch}.pth")
+        save_checkpoint(f"qat_{epoch}.pth", net, optimizer, quantizer, epoch=epoch)
 
 
 def run(checkpoint: str = "") -> nn.Module:

@@ -59,12 +59,18 @@ def run(world: int, folder: Path, way: str, *jobs: str, worker: Path = WORKER) -
     return [dict(pickle.loads((folder / f"{rank}.pickle").read_bytes())) for rank in range(world)]
 
 
+_read: Dict[Path, Any] = {}  # reading what was left takes longer than what a test does with it
+
+
 def once(folder: Path, name: str, make: Callable[[Path], Any], limit: float = 300.0) -> Any:
     """What ``make`` returned, run by the first test process that asks; the others wait for it.
 
-    The workers of pytest-xdist share ``folder``. An error is kept, too, and raised in all of them.
+    The workers of pytest-xdist share ``folder``. An error is kept, too, and raised in all of them. What is returned is
+    shared by all who ask.
     """
     place, done = folder / name, folder / f"{name}.done"
+    if done in _read:
+        return _read[done]
     try:
         place.mkdir()
     except FileExistsError:
@@ -84,6 +90,7 @@ def once(folder: Path, name: str, make: Callable[[Path], Any], limit: float = 30
     result = pickle.loads(done.read_bytes())
     if isinstance(result, Exception):
         raise result
+    _read[done] = result
     return result
 
 

@@ -14,7 +14,7 @@ from nni_dataparallel import fixes
 PACKAGE = Path(nni_dataparallel.__file__).parent
 # From the ground up. A file imports from floors below its own, or earlier on its own floor.
 FLOORS: List[Set[str]] = [
-    {"descriptions", "environment", "hook", "notices"},
+    {"descriptions", "environment", "files", "hook", "notices", "rollback"},
     {"given", "patching", "releases", "statistics", "ownership", "rendezvous"},
     {"group", "ranks", "virtual"},
     {"worker", "ddp"},

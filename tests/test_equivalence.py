@@ -94,6 +94,8 @@ def test_one_device_is_stock_bit_for_bit(case: Case, quantizer_class: Any, on_on
 @pytest.mark.parametrize("count", [1, 3])
 def test_double_precision(case: Case, count: int, quantizer_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, where NNI's own buffers stay float32: one device bit for bit, replicas far closer than in float32."""
+    if not case.trains and not hasattr(torch, "compile"):
+        pytest.skip("torch's histograms take float32 only before torch 2.0")
     monkeypatch.setattr(harness, "DTYPE", [torch.float64])
     expected = reference(case, RELEASE)
     record = train(quantizer_class, case, RELEASE, replicated(count, check=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 import warnings
 from typing import Any, Dict
 
@@ -64,6 +65,15 @@ def test_models_that_cannot_be_hashed(kind: str) -> None:
         FeatherNet(model, 0.5, clone=False)
     if before is not None:
         assert_unchanged(model, before)
+
+
+def test_a_model_that_cannot_be_copied_is_told_of_clone() -> None:
+    """Why, and what to do; that works."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"Sequential cannot be copied \(.*lock.*\)\. FeatherNet\(model, clone=False\)"):
+        FeatherNet(model)
+    assert FeatherNet(model, clone=False).module is model
 
 
 def test_exclude_is_checked() -> None:

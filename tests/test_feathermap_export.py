@@ -131,9 +131,6 @@ def test_functional_calls_and_transforms() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(form: str, reentrant: bool) -> None:
     """A recomputed part reads its weights after the forward, and has the gradients of one that is not."""
-    if not reentrant and not hasattr(torch, "compile"):
-        pytest.skip("torch < 2.0 does not tell a recomputation from a forward")
-
     class Checkpointed(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()

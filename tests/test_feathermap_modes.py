@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import copy
 import doctest
-from typing import Set
+from typing import Any, ContextManager, Set
 
 import pytest
 import torch
 from feathermap_nets import Attention, Digits, Two
 from torch import Tensor, nn
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nni_dataparallel.feathermap import FeatherNet
 
 
-class Sizes(TorchDispatchMode):
-    """Notes the sizes of all tensors that operations return."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Set[int] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        for each in out if isinstance(out, (list, tuple)) else [out]:
-            if isinstance(each, Tensor):
-                self.seen.add(each.numel())
-        return out
+def active(mode: Any) -> ContextManager[Any]:
+    """A mode that sees every operation; torch 1.12 has to make it itself."""
+    return mode.push() if hasattr(_python_dispatch, "push_torch_dispatch_mode") else mode()
+
+
+def sizes() -> Any:
+    """A mode that notes the sizes of all tensors that operations return."""
+
+    class Sizes(TorchDispatchMode):
+        seen: Set[int] = set()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            for each in out if isinstance(out, (list, tuple)) else [out]:
+                if isinstance(each, Tensor):
+                    self.seen.add(each.numel())
+            return out
+
+    return active(Sizes)
 
 
 def digits_net(compress: float = 0.3) -> FeatherNet:
@@ -82,13 +91,13 @@ def test_a_deployed_forward_makes_no_n_by_n_tensor(int8: bool) -> None:
     x = torch.randn(1, 1, 8, 8)
     with torch.no_grad():
         net(x)
-        with Sizes() as seen:
+        with sizes() as seen:
             net(x)
         assert max(seen.seen) == n * n
         if int8:
             net.convert()
         net.deploy()
-        with Sizes() as seen:
+        with sizes() as seen:
             net(x)
         rows = max(slot.last - slot.first for slot in net.pool.layout.slots)
         assert rows * n <= max(seen.seen) < (rows + 1) * n < n * n
@@ -109,7 +118,7 @@ def test_cached_computes_the_weights_once() -> None:
     x = torch.randn(2, 1, 8, 8)
     with torch.no_grad():
         wanted = net(x)
-        with net.cached() as same, Sizes() as seen:
+        with net.cached() as same, sizes() as seen:
             assert same is net
             assert torch.equal(net(x), wanted)
         assert not seen.seen & {n * n, n * net.pool.layout.m}
@@ -208,7 +217,7 @@ def test_attention_computes_each_weight_once() -> None:
             return func(*args, **(kwargs or {}))
 
     net = FeatherNet(Attention(), 0.5).deploy()
-    with torch.no_grad(), Products() as products:
+    with torch.no_grad(), active(Products) as products:
         net(torch.randn(2, 5, 8))
     assert products.count == len(net.pool.layout.slots)
 

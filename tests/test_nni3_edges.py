@@ -8,9 +8,13 @@ import weakref
 from typing import Any, List
 
 import pytest
+from conftest import IS_NEW, RELEASE
+
+if not IS_NEW:
+    pytest.skip(f"NNI {RELEASE} is of the older line", allow_module_level=True)
+
 import torch
 from cases import EVERY, INPUT, OUTPUT, WEIGHT, Case
-from conftest import IS_NEW, RELEASE
 from harness import replicated, stock_class, stock_nni, unequal
 from new_line import make
 from test_nni3_wrapper import linear, quantized
@@ -18,8 +22,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nni_dataparallel import patched, rehearse
-
-pytestmark = pytest.mark.skipif(not IS_NEW, reason=f"NNI {RELEASE} is of the older line")
 
 
 class Bytes(nn.Linear):
@@ -63,7 +65,6 @@ def test_a_shard_of_one_sample_that_lost_its_dimension(quantizer: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.skipif(not hasattr(torch, "compile"), reason="torch < 2.0 cannot tell a recomputation")
 def test_dorefa_under_checkpointing(reentrant: bool, count: int) -> None:
     """A recomputed forward uses the scale and the noise of the first: as one device without checkpointing."""
 

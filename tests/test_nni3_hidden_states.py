@@ -262,7 +262,6 @@ def distilled(net: nn.Module, wrap: Any) -> Dict[str, Any]:
     return {"losses": torch.tensor(script.losses), **harness.snapshot(net)}
 
 
-@pytest.mark.skipif(not hasattr(torch._C, "_current_graph_task_id"), reason="torch < 2.0 cannot tell a recomputation")
 @each_count
 def test_layers_that_are_recomputed_in_backward(count: int) -> None:
     """Activation checkpointing changes nothing: hidden states and gradients are those of the forward."""

@@ -176,7 +176,6 @@ def test_an_empty_batch_is_refused_as_on_one_device() -> None:
         train(Nothing, OUTPUT, 2, once, batches())
 
 
-@pytest.mark.skipif(not hasattr(torch._C, "_current_graph_task_id"), reason="torch < 2.0 cannot tell a recomputation")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 def test_activation_checkpointing_counts_a_batch_once(quantizer: str, reentrant: bool) -> None:

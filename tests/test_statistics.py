@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import Tuple
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nni_dataparallel.statistics import batch_range, fake_quantize, moving_average, qparams
+from nni_dataparallel.statistics import batch_range, fake_quantize, gradient_within, moving_average, qparams
 
 # torch multiplies by 1 / scale, which overflows for ranges near the smallest floats
 finite = st.floats(-1e4, 1e4, width=32).map(lambda v: 0.0 if abs(v) < 1e-20 else v)
@@ -67,3 +70,23 @@ def test_moving_average_is_fresh() -> None:
     old = torch.ones(1)
     assert moving_average(old, torch.tensor([2.0]), 0.75).tolist() == [1.25]
     assert old.tolist() == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("ends", [(-128, 127), (0, 255), (-127, 0), (0, 0), (-8, 7), (1, 64), (-64, -1), (-65536, 65535)])
+def test_the_gradient_of_a_clamp_is_cut_exactly_at_its_ends(dtype: torch.dtype, ends: Tuple[int, int]) -> None:
+    """The numbers at an end and beside it, infinities, NaN and random ones: as comparing them one by one."""
+    qmin, qmax = ends
+    if max(ends) > torch.finfo(dtype).max or int(torch.tensor(qmax, dtype=dtype)) != qmax:
+        pytest.skip("levels of this dtype are not whole numbers up to there")
+    around = torch.tensor([float(qmin), float(qmax)], dtype=torch.float64).to(dtype)
+    info = torch.finfo(dtype)
+    beside = [around * (1 + k * info.eps / 2) + k * info.tiny for k in (-4, -3, -2, -1, 0, 1, 2, 3, 4)]
+    odd = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0], dtype=dtype)
+    level = torch.cat([*beside, odd, (torch.randn(1000, dtype=torch.float64) * (qmax - qmin + 1)).to(dtype)])
+    grad = torch.randn(len(level), dtype=torch.float64).to(dtype)
+    expected = torch.stack([g if not (v < qmin or v > qmax) else g.new_zeros(()) for g, v in zip(grad, level)])
+    for numbers in (ends, tuple(torch.tensor([float(end)]) for end in ends)):
+        assert torch.equal(gradient_within(grad, level, *numbers), expected)
+    wide = grad.double() if dtype != torch.float64 else grad.float()
+    assert torch.equal(gradient_within(wide, level, *ends), torch.where(expected == 0, torch.zeros_like(wide), wide))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing import Any, List
 
     from .api import is_patched, patch, patch_map, patched, unpatch
-    from .checkpoints import load_quantizer_state_dict, quantizer_state_dict
+    from .checkpoints import load_checkpoint, load_quantizer_state_dict, quantizer_state_dict, save_checkpoint
     from .ddp import merged_over
     from .doctor import Diagnosis, DoctorError, diagnose
     from .notices import NNIDataParallelRuntimeWarning, NNIDataParallelWarning, PatchError, PatchWarning
@@ -47,6 +47,7 @@ __all__ = [
     "UnsupportedReleaseError",
     "diagnose",
     "is_patched",
+    "load_checkpoint",
     "load_quantizer_state_dict",
     "merged_over",
     "patch",
@@ -54,13 +55,14 @@ __all__ = [
     "patched",
     "quantizer_state_dict",
     "rehearse",
+    "save_checkpoint",
     "status",
     "unpatch",
 ]
 
 _HOMES = {
     "api": ("is_patched", "patch", "patch_map", "patched", "unpatch"),
-    "checkpoints": ("load_quantizer_state_dict", "quantizer_state_dict"),
+    "checkpoints": ("load_checkpoint", "load_quantizer_state_dict", "quantizer_state_dict", "save_checkpoint"),
     "doctor": ("Diagnosis", "DoctorError", "diagnose"),
     "notices": ("NNIDataParallelRuntimeWarning", "NNIDataParallelWarning", "PatchError", "PatchWarning"),
     "overview": ("status",),

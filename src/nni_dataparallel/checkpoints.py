@@ -1,13 +1,22 @@
-"""The third part of a checkpoint, beside the model's and the optimizer's ``state_dict``: the quantizer's own."""
+"""Checkpoints: the quantizer's own state beside the model's and the optimizer's, and files with all three."""
 
 from __future__ import annotations
 
-from typing import Any, Dict
+import contextlib
+import io
+import os
+from typing import Any, BinaryIO, Dict, Iterator, Optional, Union
 
+import torch
+from torch import nn
+
+from .files import PathLike, read_tensors, written_whole
+from .given import users_model
 from .nni2 import resume as nni2
 from .nni3 import resume as nni3
+from .rollback import unchanged_on_error
 
-__all__ = ["load_quantizer_state_dict", "quantizer_state_dict"]
+__all__ = ["load_checkpoint", "load_quantizer_state_dict", "quantizer_state_dict", "save_checkpoint"]
 
 
 def _line(quantizer: Any) -> Any:
@@ -143,6 +152,142 @@ def load_quantizer_state_dict(quantizer: Any, state: Dict[str, Any]) -> None:
             "Save and load with the same quantizer and the same NNI line (1.x, 2.x or 3.x)."
         )
     line.load_state(quantizer, state)
+
+
+def save_checkpoint(path: PathLike, model: nn.Module, optimizer: Any = None, quantizer: Any = None, **more: Any) -> None:
+    """Write a checkpoint, whole or not at all: a full disk or an interrupt leaves the file that was there before.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        The file.
+    model : torch.nn.Module
+        The model; of a DataParallel or DistributedDataParallel the one inside.
+    optimizer, quantizer : optional
+        What else is resumed. The quantizer's part is :func:`quantizer_state_dict`.
+    more
+        Whatever else the script needs, by name: numbers, texts, tensors and containers of them.
+
+    Raises
+    ------
+    ValueError
+        When ``more`` holds what could not be loaded again. Nothing is written.
+    OSError
+        When the file cannot be written.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from nni_dataparallel import save_checkpoint
+    >>> model = torch.nn.Linear(4, 3)
+    >>> save_checkpoint("checkpoint.pth", model, torch.optim.SGD(model.parameters(), lr=0.1), epoch=3)
+    """
+    parts = {"model": users_model(model).state_dict(), **more}
+    if optimizer is not None:
+        parts["optimizer"] = optimizer.state_dict()
+    if quantizer is not None:
+        parts["quantizer"] = quantizer_state_dict(quantizer)
+    groups = parts.get("optimizer", {}).get("param_groups")
+    for name, value in {**more, "the optimizer's param_groups": groups}.items():
+        _require_loadable(name, value)
+    try:
+        with written_whole(path) as (draft,), _with_sums(), open(draft, "wb") as file:
+            torch.save(parts, file)
+    except (OSError, RuntimeError) as error:
+        reason = error if isinstance(error, OSError) else error.__context__  # torch's own does not say why it could not write
+        if not isinstance(reason, OSError) or reason.errno is None or reason.filename is not None:
+            raise
+        text = f"{reason.strerror}; the checkpoint was not written, what was there before is as it was"
+        raise OSError(reason.errno, text, os.fspath(path)) from error
+
+
+def load_checkpoint(
+    path: Union[PathLike, BinaryIO], model: nn.Module, optimizer: Any = None, quantizer: Any = None, map_location: Any = "cpu"
+) -> Dict[str, Any]:
+    """Load what :func:`save_checkpoint` wrote: all of it, or nothing.
+
+    Read with ``weights_only=True``, checksums compared. Before NNI 3.0 the quantizer is built and ``compress()`` called
+    first; with it, load inside the training function.
+
+    Parameters
+    ----------
+    path : str, os.PathLike or file
+        The file, or an open one.
+    model, optimizer, quantizer : optional
+        As in :func:`save_checkpoint`.
+    map_location : str or torch.device
+        Where tensors are put that go nowhere else, as in ``torch.load``.
+
+    Returns
+    -------
+    dict
+        What was saved beside model, optimizer and quantizer.
+
+    Raises
+    ------
+    ValueError
+        When the file is truncated, damaged, holds what could run code, lacks a part that is asked for, or does not fit; the
+        text says what. Model, optimizer and quantizer are as before.
+    OSError
+        When the file cannot be opened.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from nni_dataparallel import load_checkpoint, save_checkpoint
+    >>> save_checkpoint("checkpoint.pth", torch.nn.DataParallel(torch.nn.Linear(4, 3)), epoch=3)
+    >>> load_checkpoint("checkpoint.pth", torch.nn.Linear(4, 3))
+    {'epoch': 3}
+    """
+    where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else "the checkpoint"
+    parts = read_tensors(path, map_location)
+    targets = {"model": users_model(model), "optimizer": optimizer, "quantizer": quantizer}
+    wanted = [name for name, target in targets.items() if target is not None]
+    for name in wanted:
+        if not isinstance(parts, dict) or not isinstance(parts.get(name), dict):
+            raise ValueError(f"{where} has no part {name!r}, it is {_shown(parts)}: was it written by save_checkpoint()? {_KEPT}")
+    with unchanged_on_error(*(targets[name] for name in ("model", "optimizer") if name in wanted), values=True):
+        for name in wanted:
+            try:
+                if name == "quantizer":
+                    load_quantizer_state_dict(quantizer, parts[name])
+                else:
+                    targets[name].load_state_dict(parts[name])
+            except Exception as error:  # a state that was damaged, or of something else, may trip over anything
+                kind = type(targets[name]).__name__
+                raise ValueError(f"the {name} in {where} does not fit this {kind}, {_KEPT}: {error}") from error
+    return {name: value for name, value in parts.items() if name not in targets}
+
+
+_KEPT = "nothing was loaded"
+
+
+def _require_loadable(name: str, value: Any) -> None:
+    held = io.BytesIO()
+    try:
+        torch.save(value, held)
+        held.seek(0)
+        read_tensors(held)
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot be part of a checkpoint, nothing was written: a {type(value).__name__} would not be loaded again "
+            f"({error}). Save numbers, texts, tensors, and lists or dicts of them."
+        ) from error
+
+
+@contextlib.contextmanager
+def _with_sums() -> Iterator[None]:
+    """Have torch compute checksums, by which a damaged file is told from a good one; it can be set not to."""
+    options = torch.serialization
+    before: Optional[bool] = options.get_crc32_options() if hasattr(options, "get_crc32_options") else None
+    if before is None or before:
+        yield
+        return
+    options.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        options.set_crc32_options(before)
 
 
 def _shown(state: Any) -> str:

@@ -132,9 +132,15 @@ def _require_known(ddp: Any, hosts: List[Any]) -> None:
 def _init(stock: Callable[..., None], self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """``DistributedDataParallel.__init__``: buffers that every forward computes anew are not broadcast before it."""
     hosts = _hosts(module)
-    if not hosts:
+    if hosts:
+        _init_around(hosts, stock, self, module, *args, **kwargs)
+    else:
         stock(self, module, *args, **kwargs)
-        return
+    if not hasattr(self, "_module_parameters"):  # torch < 2.0 keeps no list of what it knows
+        self._module_parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _init_around(hosts: List[Any], stock: Callable[..., None], self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
     _require_sizes(module, hosts)
     given = inspect.signature(stock).bind(self, module, *args, **kwargs).arguments
     if given.get("device_mesh") is None:

@@ -50,9 +50,12 @@ class Ranks:
         return group
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        """``tensor`` where the backend can read it."""
-        if dist.get_backend(self._group) == "nccl" and not tensor.is_cuda:
+        """``tensor`` where, and as what, the backend can read it."""
+        backend = dist.get_backend(self._group)
+        if backend == "nccl" and not tensor.is_cuda:
             return tensor.to(self._device if self._device is not None and self._device.type == "cuda" else "cuda")
+        if backend == "gloo" and tensor.dtype == torch.bfloat16:  # gloo of torch < 2.1 refuses it
+            return tensor.float()
         return tensor
 
     def _refusal(self, place: str) -> RuntimeError:
@@ -83,7 +86,7 @@ class Ranks:
         result = sent[:count]
         if nans:
             result = result.masked_fill(sent[count : 2 * count] != 0, math.nan)
-        return result.reshape(tensor.shape).to(tensor.device)
+        return result.reshape(tensor.shape).to(tensor.device, tensor.dtype)
 
     def _compare(self, found: Tensor, expected: List[int], place: str) -> None:
         """Now on the CPU; on a GPU, which would be waited for, when the forward is done."""
@@ -120,7 +123,7 @@ class Ranks:
         padded = torch.cat([sent, sent.new_zeros(longest - sent.numel())])
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self._group)
-        return [part[: _numel(shape)].reshape(shape).to(tensor.device) for part, shape in zip(parts, shapes)]
+        return [part[: _numel(shape)].reshape(shape).to(tensor.device, tensor.dtype) for part, shape in zip(parts, shapes)]
 
 
 def _number_of(place: str, dtype: torch.dtype) -> int:

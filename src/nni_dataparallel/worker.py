@@ -7,9 +7,11 @@ one device. What makes a thread know its replica is in ``parallel``.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections import Counter
-from typing import Any, Dict, FrozenSet, List, Optional, Tuple, TypeVar
+from types import FrameType
+from typing import Any, Callable, Dict, FrozenSet, List, Optional, Tuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,9 +59,25 @@ def is_replica(module: Module) -> bool:
 
 
 def recomputing() -> bool:
-    """Whether this forward runs inside a backward (activation checkpointing); unknown to torch < 2.0."""
-    task = getattr(torch._C, "_current_graph_task_id", None)
-    return task is not None and task() != -1
+    """Whether this forward runs inside a backward (activation checkpointing)."""
+    return _called_by_backward() if _graph_task is None else _graph_task() != -1
+
+
+_graph_task: Optional[Callable[[], int]] = getattr(torch._C, "_current_graph_task_id", None)  # torch >= 2.0
+
+
+def _called_by_backward() -> bool:
+    """What torch < 2.0 does not say its stack shows: the backward of a Function, or the hook of a checkpoint without one."""
+    frame: Optional[FrameType] = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is _BACKWARD or (code.co_name == "unpack" and frame.f_globals.get("__name__") == "torch.utils.checkpoint"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 class Replica:

@@ -9,6 +9,8 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 from torch import Tensor
 
+from ..files import written_whole
+
 __all__ = ["Run", "compare", "picture", "table"]
 
 RTOL, ATOL = 2e-3, 2e-4
@@ -80,5 +82,6 @@ def picture(runs: List[Run], release: str, replicas: int, output: str) -> Path:
     axes.spines[["top", "right"]].set_visible(False)
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with written_whole(path) as (draft,):
+        figure.savefig(draft, dpi=150)
     return path

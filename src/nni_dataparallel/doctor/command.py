@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Callable, Optional, Tuple
 
+from ..files import written_whole
 from .diagnosis import Diagnosis
 from .examination import diagnose
 from .places import fault_of
@@ -95,7 +96,8 @@ def _write(file: str, text: str) -> None:
     path = Path(file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        with written_whole(path) as (draft,):
+            Path(draft).write_text(text, encoding="utf-8")
     except OSError as error:
         raise DoctorError(f"cannot write {file!r}: {error.strerror}") from error
 

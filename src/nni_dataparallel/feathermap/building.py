@@ -55,6 +55,16 @@ def check_compress(compress: Any) -> float:
     return ratio
 
 
+def _copied(module: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:  # a tensor with a graph, a lock; parametrised layers before torch 1.13
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(
+            f"this {type(module).__name__} cannot be copied ({first_line}). FeatherNet(model, clone=False) works on the model itself."
+        ) from error
+
+
 def build(
     module: nn.Module, compress: float, choice: Callable[[nn.Module], List[Tensors]], clone: bool, m: Optional[int] = None
 ) -> Built:
@@ -80,7 +90,7 @@ def build(
         raise ValueError(f"nothing in this model can be hashed ({reasons})")
     model, dense_bytes = module, bytes_of(module)
     if clone:
-        model = copy.deepcopy(module)
+        model = _copied(module)
         tensors = choice(model)
     hashed = [each for each in tensors if each.reason is None]
     like = hashed[0].parameter

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any, Dict, Iterator, List, MutableMapping, Optional
+from typing import Any, Dict, List, MutableMapping, Optional
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from .layers import hashed_layers
 from .pool import Pool
 from .upstream import translate
 
-__all__ = ["adopt", "unchanged_on_error"]
+__all__ = ["adopt"]
 
 
 def adopt(module: nn.Module, pool: Pool, state: MutableMapping[str, Any], prefix: str, compress: float) -> None:
@@ -130,30 +129,3 @@ def _check_shapes(module: nn.Module, state: MutableMapping[str, Any], start: str
                 continue
             if given.shape != tensor.shape and not (given.numel() == tensor.numel() == 1):
                 problems.append(f"size mismatch for {key}: {tuple(given.shape)} in the file, {tuple(tensor.shape)} in this net")
-
-
-def _holders(module: nn.Module) -> List[Dict[str, Any]]:
-    return [module._parameters, module._buffers]  # type: ignore[list-item]
-
-
-@contextlib.contextmanager
-def unchanged_on_error(root: nn.Module, pool: Pool) -> Iterator[None]:
-    """Put every tensor below ``root`` back, with its value, if the block raises."""
-    factors, scheme = (pool.V1, pool.V2), pool.scheme
-    kept = [
-        (holder, name, tensor, tensor.detach().clone())
-        for each in root.modules()
-        for holder in _holders(each)
-        for name, tensor in holder.items()
-        if tensor is not None and not nn.parameter.is_lazy(tensor)
-    ]
-    try:
-        yield
-    except BaseException:
-        pool.set_factors(*factors)
-        pool.scheme = scheme
-        for holder, name, tensor, value in kept:
-            holder[name] = tensor
-            with torch.no_grad():
-                tensor.copy_(value)
-        raise

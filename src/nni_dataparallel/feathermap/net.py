@@ -9,12 +9,13 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Union
 from torch import nn
 
 from .. import notices
+from ..rollback import unchanged_on_error
 from .building import Built, build, check_compress, plain_on_error
 from .choosing import Exclude, checked_exclude, choose
 from .converting import check_scalars, int8_factors
 from .integers import Scheme
 from .layers import apart, follow
-from .loading import adopt, unchanged_on_error
+from .loading import adopt
 from .materialising import all_tensors, plain_model
 from .order import refuse_wrong_order
 from .pool import Pool
@@ -27,7 +28,7 @@ __all__ = ["FeatherNet"]
 
 
 class FeatherNet(nn.Module):
-    """A model whose weights come from two small factors: structured multi-hashing.
+    """A model whose weights come from two small factors: structured multi-hashing (Eban et al., CVPR 2020).
 
     All N hashed weights are the first N entries of ``V = V1 @ V2``, V1 (n x m), V2 (m x n), n = ceil(sqrt(N)),
     m = ceil(compress * n / 2), each layer's weight and bias times one learned scalar (``weight_p``, ``bias_p``). The
@@ -50,13 +51,10 @@ class FeatherNet(nn.Module):
     Raises
     ------
     ValueError
-        ``compress`` outside (0, 1], nothing to hash, an unknown name in ``exclude``, a model that was quantised before.
+        ``compress`` outside (0, 1], nothing to hash, an unknown name in ``exclude``, a model that was quantised before, or one
+        that cannot be copied.
     TypeError
         Complex or integer weights; a model in ``DataParallel`` (FeatherNet comes first).
-
-    Notes
-    -----
-    Eban et al., "Structured Multi-Hashing for Model Compression", CVPR 2020.
 
     Examples
     --------
@@ -291,7 +289,7 @@ class FeatherNet(nn.Module):
 
         FeatherMap's checkpoints load, and those saved under ``DataParallel``. If an error is raised, nothing has changed.
         """
-        with unchanged_on_error(self, self.pool):
+        with unchanged_on_error(self, values=True):
             return super().load_state_dict(state_dict, *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import pickle
-import zipfile
 from typing import Any, Dict, MutableMapping, Set, Tuple
 
-import torch
 from torch import Tensor, nn
+
+from ..files import read_tensors
 
 __all__ = ["hashed_names", "read", "translate"]
 
@@ -28,13 +27,7 @@ def read(checkpoint: Any) -> Dict[str, Tensor]:
     where = "the checkpoint"
     if isinstance(checkpoint, (str, os.PathLike)):
         where = os.fspath(checkpoint)
-        newer = {"weights_only": True} if hasattr(torch, "compile") else {}
-        try:
-            checkpoint = torch.load(where, map_location="cpu", **newer)  # type: ignore[arg-type]
-        except FileNotFoundError:
-            raise
-        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError) as error:
-            raise ValueError(f"{where} cannot be read, it is truncated or no checkpoint of tensors: {error}") from error
+        checkpoint = read_tensors(where)
     for key in _INSIDE:
         if isinstance(checkpoint, dict) and isinstance(checkpoint.get(key), dict):
             checkpoint = checkpoint[key]

@@ -18,6 +18,7 @@ from .wrapping import note_quantised
 
 __all__ = ["ENDS", "load_calibration_config", "load_lsq_calibration_config"]
 
+_NOTHING = "nothing was loaded"
 ENDS = ("tracked_min_", "tracked_max_")
 Updates = List[Tuple[Tensor, Tensor]]
 
@@ -28,7 +29,10 @@ def _check_config(quantizer: Any, calibration_config: Any) -> None:
             "expected the dict that export_model() returned (torch.load of its calibration_path), "
             f"not {type(calibration_config).__name__}"
         )
-    strangers = sorted(set(calibration_config) - {layer.name for layer, _ in quantizer.get_modules_to_compress()})
+    for name, given in calibration_config.items():
+        if not isinstance(given, dict):
+            raise TypeError(f"the calibration config holds a {type(given).__name__} for module {name}, not a dict; {_NOTHING}")
+    strangers = sorted(map(str, set(calibration_config) - {layer.name for layer, _ in quantizer.get_modules_to_compress()}))
     if strangers:
         warn(f"the calibration config has entries of layers that are not quantised here: {strangers}")
 
@@ -44,6 +48,20 @@ def _check_bits(name: str, slot: str, given: Dict[str, Any], bits: int) -> None:
     found = given.get(f"{slot}_bits")
     # AssertionError is what NNI raises here, and what callers may catch.
     assert found == bits, f"{slot} bits of module {name} fail to match: {found} in the file, {bits} in config_list"
+
+
+def _range(name: str, given: Dict[str, Any], key: str, dtype: torch.dtype) -> Tensor:
+    """One end of a range: numbers, and finite ones."""
+    if key not in given:
+        # KeyError is what NNI raises here.
+        raise KeyError(f"the calibration config has no {key} of module {name}, only {', '.join(map(str, given))}; {_NOTHING}")
+    try:
+        value = torch.as_tensor(given[key], dtype=dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{key} of module {name} is {given[key]!r}, not numbers; {_NOTHING}") from error
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError(f"{key} of module {name} is not finite in the calibration config; {_NOTHING}")
+    return value
 
 
 def _apply(quantizer: Any, updates: Updates, loaded: Set[str]) -> List[Any]:
@@ -75,7 +93,7 @@ def load_calibration_config(stock: Callable[..., None], self: Any, calibration_c
                 continue
             for end in ENDS:
                 buffer = module._buffers[end + slot]
-                value = torch.as_tensor(given[end + slot], dtype=buffer.dtype)
+                value = _range(name, given, end + slot, buffer.dtype)
                 if value.numel() != buffer.numel():
                     raise ValueError(
                         f"{end}{slot} of module {name} holds {value.numel()} values, the quantizer expects {buffer.numel()}: "
@@ -104,7 +122,10 @@ def load_lsq_calibration_config(stock: Callable[..., None], self: Any, calibrati
             _check_bits(name, slot, given, int(bits))
             if slot != "weight":
                 scale, qmax = getattr(module, f"{slot}_scale"), getattr(module, f"{slot}_qmax")
-                updates.append((scale, torch.full_like(scale, float(given[f"tracked_max_{slot}"]) / qmax)))
+                end = _range(name, given, f"tracked_max_{slot}", torch.float64)
+                if end.numel() != 1:
+                    raise ValueError(f"tracked_max_{slot} of module {name} holds {end.numel()} values, not one; {_NOTHING}")
+                updates.append((scale, torch.full_like(scale, float(end) / qmax)))
         if given:
             loaded.add(name)
     _apply(self, updates, loaded)

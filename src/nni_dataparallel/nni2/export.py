@@ -8,40 +8,27 @@ was unwrapped already; LSQ's export asks every layer for an ``input_scale``; and
 from __future__ import annotations
 
 import contextlib
-import inspect
-import os
-from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from typing import Any, Callable, Dict, Iterator, List
 
 import torch
-from torch import Tensor
 
 from .calibration import ENDS
+from .export_files import arguments_of, check_paths, unchanged
 
 __all__ = ["export_lsq_model", "export_model"]
 
-_UNCHANGED = "nothing was exported, the model is unchanged"
 
-
-@contextlib.contextmanager
-def _one_value_each(quantizer: Any) -> Iterator[Dict[str, Dict[str, List[float]]]]:
+def _one_value_each(quantizer: Any) -> Dict[str, Dict[str, List[float]]]:
     """Put a stand-in with one value where a range has many; give the many as lists."""
     many: Dict[str, Dict[str, List[float]]] = {}
-    kept: List[Tuple[Any, str, Tensor]] = []
     for layer, _ in quantizer.get_modules_to_compress():
         for slot in ("input", "output"):
             for name in (end + slot for end in ENDS):
                 buffer = layer.module._buffers.get(name)
                 if buffer is not None and buffer.numel() > 1:
                     many.setdefault(layer.name, {})[name] = buffer.flatten().tolist()
-                    kept.append((layer.module, name, buffer))
                     layer.module._buffers[name] = buffer.flatten()[:1]
-    try:
-        yield many
-    except BaseException:
-        for module, name, buffer in kept:
-            module._buffers[name] = buffer
-        raise
+    return many
 
 
 @contextlib.contextmanager
@@ -62,22 +49,11 @@ def _without_the_quantizers_own(model: Any) -> Iterator[None]:
 
 
 def export_model(stock: Callable[..., Any], self: Any, model_path: Any, *args: Any, **kwargs: Any) -> Any:
-    """``export_model``: looks before it unwraps; the file loads into the plain model.
+    """``export_model``: looks before it unwraps; the file loads into the plain model, which is as it was if there is none.
 
     A per-channel range is exported as a list of floats.
     """
-    given = inspect.signature(stock).bind(self, model_path, *args, **kwargs).arguments
-    for name in ("model_path", "calibration_path", "onnx_path"):
-        path = given.get(name)
-        if path is None or not isinstance(path, (str, os.PathLike)):
-            continue
-        if not Path(path).parent.is_dir():
-            raise FileNotFoundError(f"{name}: there is no folder {str(Path(path).parent)!r}; {_UNCHANGED}")
-        if Path(path).is_dir():
-            raise IsADirectoryError(f"{name}: {os.fspath(path)!r} is a folder, give the name of a file in it; {_UNCHANGED}")
-    if given.get("onnx_path") is not None and given.get("input_shape") is None:
-        # AssertionError is what NNI raises here, after it has unwrapped the model.
-        raise AssertionError(f"input_shape must be specified to export onnx model; {_UNCHANGED}")
+    check_paths(arguments_of(stock, self, model_path, *args, **kwargs).arguments)
     write = self.export_model_save
 
     def save(model: Any, path: Any, calibration_config: Any = None, *rest: Any, **named: Any) -> None:
@@ -86,7 +62,8 @@ def export_model(stock: Callable[..., Any], self: Any, model_path: Any, *args: A
         with _without_the_quantizers_own(model):
             write(model, path, calibration_config, *rest, **named)
 
-    with _one_value_each(self) as many:
+    with unchanged(self):
+        many = _one_value_each(self)
         self.export_model_save = save
         try:
             return stock(self, model_path, *args, **kwargs)

@@ -16,6 +16,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
+from ..statistics import gradient_within
 from .steps import idle
 
 __all__ = ["backward", "clip_backward", "forward", "quant_backward"]
@@ -47,9 +48,7 @@ def quant_backward(
     qmax: Any,
 ) -> Tensor:
     """``QATGrad.quant_backward``: a fresh gradient, 0 where ``tensor`` was clamped."""
-    level = (tensor / scale).add_(zero_point).round_()
-    outside = (level < qmin).logical_or_(level > qmax)
-    return torch.where(outside, grad_output.new_zeros(()), grad_output)
+    return gradient_within(grad_output, (tensor / scale).add_(zero_point).round_(), qmin, qmax)
 
 
 def clip_backward(stock: Callable[..., Tensor], tensor: Tensor, grad_output: Tensor, *rest: Any) -> Tensor:

@@ -1,11 +1,11 @@
-"""The rows of the fix table for the pruners of 1.5 - 3.0rc1."""
+"""The rows of the fix table for the pruners of 1.4 - 3.0rc1."""
 
 from __future__ import annotations
 
 from typing import Any, Callable, List, NamedTuple, Tuple
 
 from ..patching import Fix
-from . import pruning
+from . import export_files, pruning
 
 __all__ = ["FIXES"]
 
@@ -13,6 +13,7 @@ _TORCH, _PRUNING = "nni.compression.torch", "nni.algorithms.compression.pytorch.
 _V2, _RC = "nni.algorithms.compression.v2.pytorch", "nni.compression.pytorch"
 _HOOKS = "every replica's shard is counted as a batch, in the order of the threads"
 _GRADIENT = "every rank of DDP squares the gradient of its own shard"
+_FILES = "what a full disk or an interrupt leaves: half a file, one without the other, a model half unwrapped"
 _COPY = "the masked weight is rebound in a forward: lost on replicas, and the model cannot be copied afterwards"
 
 
@@ -42,7 +43,14 @@ _ROWS: Tuple[_Row, ...] = (
     _Row(">=1.7,<2.0", f"{_TORCH}.pruning.structured_pruning", _MASKER, pruning.add_activation_collector, _PRUNER, _HOOKS),
     _Row(">=2.0,<2.3", f"{_PRUNING}.structured_pruning", _MASKER, pruning.add_activation_collector, _PRUNER, _HOOKS),
     _Row(">=2.3,<3.0rc1", f"{_PRUNING}.structured_pruning_masker", _MASKER, pruning.add_activation_collector, _PRUNER, _HOOKS),
+    *(_Row(releases, module, path, export_files.export_pruned, ("self", "model_path"), _FILES) for releases, module, path in (
+        (">=1.4,<2.0", f"{_TORCH}.compressor", "Pruner.export_model"),
+        (">=2.0,<=3.0rc1", f"{_RC}.compressor", "Pruner.export_model"),
+        (">=1.7,<2.0", f"{_TORCH}.pruning.auto_compress_pruner", "AutoCompressPruner.export_model"),
+        (">=2.0,<3.0rc1", f"{_PRUNING}.auto_compress_pruner", "AutoCompressPruner.export_model"),
+    )),
     # The second
+    *_everywhere("2.5", "base.pruner", "Pruner.export_model", export_files.export_pruned, ("self", "model_path"), _FILES),
     *_everywhere("2.5", "pruning.basic_pruner", "ActivationPruner._collector", pruning.collector, ("self", "buffer"), _HOOKS),
     *_everywhere("2.7", "pruning.basic_pruner", "TaylorFOWeightPruner._collector", pruning.taylor_collector,
                  ("self", "buffer", "weight_tensor"), _GRADIENT),

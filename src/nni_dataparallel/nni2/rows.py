@@ -14,6 +14,7 @@ from . import (
     construction,
     copying,
     export,
+    export_files,
     gradient,
     lsq,
     observing,
@@ -156,6 +157,8 @@ _ROWS: Tuple[_Row, ...] = (
     _Row("ObserverQuantizer.quantize_weight", _MODERN, observing.quantize_weight, _WRAPPER,
          "after compress() the weight is evaluated in floating point"),
     # Export
+    _Row("Quantizer.export_model_save", _EXPORT, export_files.save, ("self", "model", "model_path"),
+         "what a full disk or an interrupt leaves of the files", ""),
     *(_Row(f"{name}.export_model", _EXPORT, export.export_model, ("self", "model_path"),
            "a wrong path or a per-channel range leaves the model half unwrapped; the file does not load into a plain model")
       for name in ("QAT_Quantizer", "DoReFaQuantizer", "BNNQuantizer", "ObserverQuantizer")),

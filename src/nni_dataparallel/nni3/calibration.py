@@ -106,6 +106,8 @@ def _misshapen(space: Any, config: Dict[str, Any]) -> List[str]:
             found.append(f"{key} is a {type(value).__name__}, not a tensor")
         elif not has_shape(value, expected):
             found.append(f"{key} has shape {tuple(value.shape)} in the config, {expected} here")
+        elif not bool(torch.isfinite(value).all()):
+            found.append(f"{key} is not finite in the config")
     return found
 
 

@@ -36,6 +36,10 @@ def _linears(distiller: Any) -> Dict[str, torch.nn.Linear]:
 
 def _load_linears(distiller: Any, saved: Dict[str, Dict[str, torch.Tensor]]) -> None:
     linears = _linears(distiller)
+    if not isinstance(saved, dict) or not all(
+        isinstance(own, dict) and all(isinstance(tensor, torch.Tensor) for tensor in own.values()) for own in saved.values()
+    ):
+        raise ValueError(f"trans_linears is {type(saved).__name__} {saved!r}, not dicts of tensors: nothing was loaded")
     shapes = [
         {place: {name: tuple(t.shape) for name, t in own.items()} for place, own in tensors.items()}
         for tensors in (saved, {place: linear.state_dict() for place, linear in linears.items()})
@@ -51,11 +55,16 @@ def _load_linears(distiller: Any, saved: Dict[str, Dict[str, torch.Tensor]]) -> 
 
 def load_state(quantizer: Any, state: Dict[str, Any]) -> None:
     """Load what :func:`state_of` gave; what is applied to the tensors (``apply_method``) follows from it."""
+    for name, kind in _PROGRESS.items():
+        value: Any = state.get(name)
+        fits = isinstance(value, int) and isinstance(value, bool) == (kind is bool) and value >= 0
+        if name in state and not fits:
+            raise ValueError(f"{name} is {value!r} in the state, not {'a number of steps' if kind is int else 'True or False'}")
     if "trans_linears" in state:
         _load_linears(quantizer, state["trans_linears"])
-    for name, kind in _PROGRESS.items():
+    for name in _PROGRESS:
         if name in state:
-            setattr(quantizer, name, kind(state[name]))
+            setattr(quantizer, name, state[name])
     if "current_step" in state:
         begun = quantizer.current_step >= quantizer.quant_start_step
         for spaces in quantizer._target_spaces.values():

@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..statistics import smallest_divisor
+from ..statistics import gradient_within, smallest_divisor
 from .ranges import kernel_of, positional, rows_of
 from .views import is_parameter
 
@@ -25,18 +25,28 @@ class _Clamped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
-        level = zero_point + x / scale
-        ctx.save_for_backward((level < qmin) | (level > qmax))
-        return (torch.round(torch.clamp(level, qmin, qmax)) - zero_point) * scale  # type: ignore[no-any-return]
+        level = (x / scale).add_(zero_point)
+        ctx.save_for_backward(level)
+        ctx.ends = qmin, qmax
+        return _on_grid(level.clamp(qmin, qmax), scale, zero_point)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tuple[Any, ...]:
-        (outside,) = ctx.saved_tensors
-        return torch.where(outside, grad.new_zeros(()), grad), None, None, None, None
+        (level,) = ctx.saved_tensors
+        return gradient_within(grad, level, *ctx.ends), None, None, None, None
 
 
-class _Rounded(_Clamped):
+def _on_grid(level: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    """The value of a level, in its memory."""
+    return level.round_().sub_(zero_point).mul_(scale)
+
+
+class _Rounded(torch.autograd.Function):
     """Round to the grid; every gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
+        return _on_grid((x / scale).add_(zero_point).clamp_(qmin, qmax), scale, zero_point)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tuple[Any, ...]:
