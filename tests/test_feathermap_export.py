@@ -131,6 +131,7 @@ def test_functional_calls_and_transforms() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(form: str, reentrant: bool) -> None:
     """A recomputed part reads its weights after the forward, and has the gradients of one that is not."""
+
     class Checkpointed(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()

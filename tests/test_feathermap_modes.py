@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nni_dataparallel.feathermap import FeatherNet
 
 
-
-
 def active(mode: Any) -> ContextManager[Any]:
     """A mode that sees every operation; torch 1.12 has to make it itself."""
     return mode.push() if hasattr(_python_dispatch, "push_torch_dispatch_mode") else mode()

@@ -61,7 +61,8 @@ def _copied(module: nn.Module) -> nn.Module:
     except Exception as error:  # a tensor with a graph, a lock; parametrised layers before torch 1.13
         first_line = str(error).partition("\n")[0]
         raise ValueError(
-            f"this {type(module).__name__} cannot be copied ({first_line}). FeatherNet(model, clone=False) works on the model itself."
+            f"this {type(module).__name__} cannot be copied ({first_line}). FeatherNet(model, clone=False) works on the model "
+            "itself."
         ) from error
 
 
