@@ -243,8 +243,6 @@ def main() -> int:
         parser.error("--write needs a run of all releases")
     cache = options.cache.resolve()
     fresh = [release for release in releases if release not in options.reuse]
-    for release in fresh:
-        install(release, cache)
     # The longest first, or one core waits for the other in the end.
     fresh.sort(key=lambda release: 2 * is_new(release) + (release in FIRST_OF_THEIR_KIND), reverse=True)
     console = Console(stderr=True)

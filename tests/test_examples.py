@@ -70,6 +70,7 @@ def test_qat_dataparallel(tmp_path: Path) -> None:
     assert percent(output, "quantised accuracy on the training images") > 85
 
 
+@pytest.mark.once
 def test_subclass_in_training_script(tmp_path: Path) -> None:
     """It trains with a class of ours, and NNI's own are what they were."""
     output = run("subclass_in_training_script", tmp_path)

@@ -37,13 +37,14 @@ print('patched')
 @pytest.mark.parametrize(
     "lines",
     [
-        (AUTO, IMPORT),
-        (IMPORT, AUTO),
-        ("import nni", AUTO, IMPORT),
-        (AUTO, "import torch", "import nni", IMPORT),
-        (IMPORT, AUTO, "import importlib", f"importlib.reload({AUTO.split()[1]})", AUTO),
+        pytest.param((AUTO, IMPORT), id="auto first"),
+        pytest.param((IMPORT, AUTO), id="nni first"),
+        pytest.param(("import nni", AUTO, IMPORT), id="nni bare first", marks=pytest.mark.of_a_kind),
+        pytest.param((AUTO, "import torch", "import nni", IMPORT), id="auto, torch, nni", marks=pytest.mark.of_a_kind),
+        pytest.param(
+            (IMPORT, AUTO, "import importlib", f"importlib.reload({AUTO.split()[1]})", AUTO), id="twice", marks=pytest.mark.of_a_kind
+        ),
     ],
-    ids=["auto first", "nni first", "nni bare first", "auto, torch, nni", "twice"],
 )
 def test_auto_works_in_any_order(lines: Any) -> None:
     """Before NNI, after it, between its parts, and twice: stock classes are repaired."""
@@ -52,6 +53,7 @@ def test_auto_works_in_any_order(lines: Any) -> None:
     assert last_line(result) == "patched"
 
 
+@pytest.mark.of_a_kind
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
