@@ -32,6 +32,7 @@ assert nni_dataparallel.is_patched(), nni_dataparallel.patch_map()
 assert hasattr({QAT}.{METHOD}, '__nni_dataparallel__')
 print('patched')
 """
+RELOAD = ("import importlib", f"importlib.reload({AUTO.split()[1]})")
 
 
 @pytest.mark.parametrize(
@@ -41,9 +42,7 @@ print('patched')
         pytest.param((IMPORT, AUTO), id="nni first"),
         pytest.param(("import nni", AUTO, IMPORT), id="nni bare first", marks=pytest.mark.of_a_kind),
         pytest.param((AUTO, "import torch", "import nni", IMPORT), id="auto, torch, nni", marks=pytest.mark.of_a_kind),
-        pytest.param(
-            (IMPORT, AUTO, "import importlib", f"importlib.reload({AUTO.split()[1]})", AUTO), id="twice", marks=pytest.mark.of_a_kind
-        ),
+        pytest.param((IMPORT, AUTO, *RELOAD, AUTO), id="twice", marks=pytest.mark.of_a_kind),
     ],
 )
 def test_auto_works_in_any_order(lines: Any) -> None:
