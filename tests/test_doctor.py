@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import inspect
 from typing import Any, Callable, List
 
@@ -231,14 +230,6 @@ def test_a_weight_that_torch_computes_before_each_forward_is_no_state() -> None:
         return nn.Sequential(*layers), batch()
 
     assert diagnose(make).findings == []
-
-
-def test_the_examples_of_the_docstrings_run() -> None:
-    """As they stand in the documentation."""
-    from nni_dataparallel.doctor import diagnosis, examination
-
-    assert doctest.testmod(examination) == doctest.TestResults(0, 5)
-    assert doctest.testmod(diagnosis) == doctest.TestResults(0, 3)
 
 
 @needs_qat
