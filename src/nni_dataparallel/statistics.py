@@ -121,14 +121,19 @@ def gradient_within(grad: Tensor, level: Tensor, qmin: Union[int, Tensor], qmax:
     grad, level
         Same shape, floating point.
     qmin, qmax
-        Smallest and largest quantised value, whole numbers; as tensors of one element on any device.
+        Smallest and largest quantised value, whole numbers; as tensors of one element they are not read, and it takes longer.
     """
-    numbers = not any(isinstance(end, Tensor) and end.device.type != "cpu" for end in (qmin, qmax))  # none is waited for
-    if not numbers or grad.shape != level.shape or grad.dtype != level.dtype or grad.dtype not in (torch.float32, torch.float64):
+    if (
+        isinstance(qmin, Tensor)
+        or isinstance(qmax, Tensor)
+        or grad.shape != level.shape
+        or grad.dtype != level.dtype
+        or grad.dtype not in (torch.float32, torch.float64)
+    ):
         outside = (level < qmin).logical_or_(level > qmax)
         return torch.where(outside, grad.new_zeros(()), grad)
     # Comparing, joining and choosing take three times as long. The kernel leaves its bounds out, and takes NaN for either.
-    below, above = -_next_above(-int(qmin), level.dtype), _next_above(int(qmax), level.dtype)
+    below, above = -_next_above(-qmin, level.dtype), _next_above(qmax, level.dtype)
     level = level.nan_to_num(float(qmin), math.inf, -math.inf)
     return torch.ops.aten.hardtanh_backward(grad, level, below, above)  # type: ignore[no-any-return]
 
